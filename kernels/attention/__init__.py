@@ -1,0 +1,9 @@
+"""Attention, exact and computed block by block."""
+
+from __future__ import annotations
+
+from .api import flash_attention
+from .reference import reference_attention
+from .space import flash_attention_space
+
+__all__ = ["flash_attention", "flash_attention_space", "reference_attention"]

@@ -1,0 +1,72 @@
+"""A tuned function's arguments -> the call they make: its grid, its inputs, and which numbers are static."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from tune_jax._call import (
+    Call,
+    Static,
+    bind_arguments,
+    describe_call,
+    is_concrete,
+    is_dynamic,
+    is_number,
+    split_fixed,
+)
+from tune_jax._outline import static_numbers
+from tune_jax._records import Tunable
+from tune_jax._space import Space, check_names, read_space
+
+
+def make_call(tunable: Tunable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Call, list[Any]]:
+    """Return the call that these arguments make, and its inputs.
+
+    Raises:
+      TypeError: the function does not take these arguments.
+      HyperparamsError, HyperparamsTypeError: the grid that the user's callable returns cannot be used.
+      NoCandidateError: no candidate can be traced.
+    """
+    arguments = bind_arguments(tunable, args, kwargs)
+    space = _space_for(tunable, args, kwargs)
+    own, fixed = split_fixed(tunable, arguments, space.names)
+    own = {name: jax.tree.map(_as_leaf, value) for name, value in own.items()}
+
+    def describe(static_leaves: frozenset[int]) -> tuple[Call, list[Any]]:
+        return describe_call(tunable, space, own, fixed, static_leaves=static_leaves)
+
+    loose, _ = describe(frozenset())
+    leaves = jax.tree.leaves(tuple(own.values()))
+    numbers = frozenset(index for index in loose.dynamic_indices if is_number(leaves[index]))
+    return describe(_settle_numbers(loose, describe, numbers)) if numbers else describe(frozenset())
+
+
+def _settle_numbers(loose: Call, describe: Any, numbers: frozenset[int]) -> frozenset[int]:
+    known: dict[tuple[Call, frozenset[int]], frozenset[int]] = loose.tunable.state.setdefault("numbers", {})
+    key = (loose, numbers)
+    if key not in known:
+        known[key] = static_numbers(describe, numbers)
+    return known[key]
+
+
+def _space_for(tunable: Tunable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Space:
+    if isinstance(tunable.space, Space):
+        return tunable.space
+    abstract_args, abstract_kwargs = jax.tree.map(_as_struct, (tuple(args), dict(kwargs)))
+    space = read_space(tunable.space(*abstract_args, **abstract_kwargs))
+    check_names(space, tunable.signature, tunable.name)
+    return space
+
+
+def _as_struct(leaf: Any) -> Any:
+    if is_number(leaf) or not is_dynamic(leaf):
+        return leaf
+    aval = jax.typeof(leaf)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+
+
+def _as_leaf(leaf: Any) -> Any:
+    return leaf.__jax_array__() if hasattr(leaf, "__jax_array__") and is_concrete(leaf) else leaf

@@ -1,0 +1,1 @@
+"""Wrapped candidates -> programs and failures."""

@@ -1,0 +1,281 @@
+"""Arguments -> a frozen `Call`: the only room that sees what the user passed, tracers included.
+
+A call's values are split into leaves. Arrays and numbers are dynamic: the program takes them as inputs. Everything
+else (strings, bools, dtypes, callables, objects) is static: part of the call itself. A Python number that the
+function needs as a number, not as an input, becomes static too; `_outline` finds that out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import warnings
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from tune_jax._errors import ArgumentError
+from tune_jax._records import Tunable
+
+_STATIC_SCALARS = (bool, str, bytes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """A value that is part of the call; compared by `key`, which tells 1 from True."""
+
+    value: Any = dataclasses.field(compare=False)
+    key: Hashable
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """One `vmap` around a call: the batched dimension of each input, and the axis."""
+
+    dims: tuple[int | None, ...]
+    size: int
+    axis_name: Hashable
+    spmd_axis_name: Hashable
+
+
+@dataclasses.dataclass(frozen=True)
+class Hints:
+    """Concrete values of a call's inputs, where they are known; never part of what a call is."""
+
+    values: tuple[Any, ...] = ()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Hints)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What a call of a tuned function is, its inputs' shapes apart.
+
+    `names` are the parameters given, `tree` the structure of the tuple of their values, `statics` its static
+    leaves by index, `fixed` the hyperparameters given at call time, `batches` the vmaps from the inside out.
+    """
+
+    tunable: Tunable
+    space: Any
+    names: tuple[str, ...]
+    tree: Any
+    paths: tuple[str, ...]
+    statics: tuple[tuple[int, Static], ...]
+    fixed: tuple[tuple[str, Static], ...]
+    batches: tuple[Batch, ...] = ()
+    hints: Hints = Hints()
+
+    @property
+    def dynamic_indices(self) -> tuple[int, ...]:
+        """Indices of the leaves that are inputs."""
+        static = {index for index, _ in self.statics}
+        return tuple(index for index in range(self.tree.num_leaves) if index not in static)
+
+    @property
+    def fixed_values(self) -> dict[str, Any]:
+        """The hyperparameters given at call time."""
+        return {name: static.value for name, static in self.fixed}
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        """The inputs as a user would write them: `q`, `params['w']`."""
+        return tuple(self.paths[index] for index in self.dynamic_indices)
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The parameter that each leaf belongs to."""
+        parts = zip(self.names, self.tree.children(), strict=True)
+        return tuple(name for name, part in parts for _ in range(part.num_leaves))
+
+    @property
+    def input_parameters(self) -> tuple[str, ...]:
+        """The parameter that each input belongs to."""
+        return tuple(self.parameters[index] for index in self.dynamic_indices)
+
+    def arguments(self, inputs: Sequence[Any]) -> dict[str, Any]:
+        """The call's arguments by parameter name, with `inputs` as its dynamic leaves."""
+        leaves: list[Any] = [None] * self.tree.num_leaves
+        for index, static in self.statics:
+            leaves[index] = static.value
+        for index, value in zip(self.dynamic_indices, inputs, strict=True):
+            leaves[index] = value
+        return dict(zip(self.names, jax.tree.unflatten(self.tree, leaves), strict=True))
+
+
+def bind_arguments(tunable: Tunable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Bind a call's arguments to parameter names, in the order of the signature.
+
+    Raises:
+      TypeError: an argument is unknown or given twice, as for any Python call.
+    """
+    try:
+        return dict(tunable.signature.bind_partial(*args, **kwargs).arguments)
+    except TypeError as error:
+        raise TypeError(f"{tunable.name}() {error}") from None
+
+
+def split_fixed(
+    tunable: Tunable, arguments: Mapping[str, Any], hyperparam_names: Sequence[str]
+) -> tuple[dict[str, Any], dict[str, Static]]:
+    """Split bound arguments into the function's own, flags and names by default added, and the fixed hyperparameters.
+
+    Raises:
+      TypeError: a parameter without default is neither given nor a hyperparameter.
+    """
+    own, given = _split(tunable, arguments, hyperparam_names)
+    _check_complete(tunable, own, hyperparam_names)
+    return own, {name: make_static(name, value) for name, value in given.items()}
+
+
+def describe_call(
+    tunable: Tunable,
+    space: Any,
+    own: Mapping[str, Any],
+    fixed: Mapping[str, Static],
+    *,
+    static_leaves: frozenset[int] = frozenset(),
+) -> tuple[Call, list[Any]]:
+    """Return the `Call` of these arguments, and the values of its dynamic leaves.
+
+    `static_leaves` are leaves that are static besides those that must be.
+    """
+    leaves_with_paths, tree = jax.tree_util.tree_flatten_with_path(tuple(own.values()))
+    names = tuple(own)
+    paths = tuple(_readable_path(names, path) for path, _ in leaves_with_paths)
+    statics, dynamic = [], []
+    for index, (path, leaf) in enumerate(leaves_with_paths):
+        declared = names[path[0].idx] in tunable.static_names
+        if declared or index in static_leaves or not is_dynamic(leaf):
+            statics.append((index, make_static(paths[index], leaf)))
+        else:
+            dynamic.append(leaf)
+    call = Call(tunable, space, names, tree, paths, tuple(statics), tuple(fixed.items()))
+    return call, dynamic
+
+
+def select_leaves(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The leaves of the arguments of a call like `call`, static ones included, without its fixed hyperparameters."""
+    arguments = bind_arguments(call.tunable, args, kwargs)
+    own, _ = _split(call.tunable, arguments, call.space.names)
+    return jax.tree.leaves(tuple(own.values()))
+
+
+def with_hints(call: Call, values: Iterable[Any]) -> Call:
+    """Return `call` with those of the inputs' `values` that are concrete as hints."""
+    concrete = tuple(value if is_concrete(value) else None for value in values)
+    return dataclasses.replace(call, hints=Hints(concrete)) if any(v is not None for v in concrete) else call
+
+
+def with_batch(call: Call, batch: Batch) -> Call:
+    """Return `call` with one more vmap around it; hints of batched inputs no longer hold."""
+    hints = tuple(
+        None if dim is not None else hint for dim, hint in zip(batch.dims, call.hints.values, strict=False)
+    )
+    return dataclasses.replace(call, batches=(*call.batches, batch), hints=Hints(hints))
+
+
+def is_dynamic(leaf: Any) -> bool:
+    """Whether a leaf of the arguments is an input of the program by its type."""
+    if isinstance(leaf, _STATIC_SCALARS):
+        return False
+    if isinstance(leaf, int | float | complex | jax.Array | jax.ShapeDtypeStruct):
+        return True
+    if isinstance(leaf, np.ndarray | np.generic):
+        return leaf.dtype.kind not in "OSUMm"
+    return hasattr(leaf, "__jax_array__")
+
+
+def is_number(leaf: Any) -> bool:
+    """Whether a leaf is a Python number, which may turn out to be static."""
+    return isinstance(leaf, int | float | complex) and not isinstance(leaf, bool | np.generic)
+
+
+def is_concrete(value: Any) -> bool:
+    """Whether a dynamic leaf has a value now, rather than only a shape."""
+    return not isinstance(value, jax.core.Tracer | jax.ShapeDtypeStruct)
+
+
+def make_static(label: str, value: Any) -> Static:
+    """Wrap a static value; what cannot be hashed is told apart by its fields or, with a warning, by identity.
+
+    Raises:
+      ArgumentError: the value is a tracer or an array, which only a dynamic argument can be.
+    """
+    if isinstance(value, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+        raise ArgumentError(
+            f"argument {label} is static but came as {_describe(value)}; pass a Python value, or take its name out of "
+            "static_argnames."
+        )
+    try:
+        hash(value)
+    except TypeError:
+        return Static(value, _key_without_hash(label, value))
+    return Static(value, (type(value), value))
+
+
+def _key_without_hash(label: str, value: Any) -> Hashable:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value)]
+        return (type(value), *((name, make_static(f"{label}.{name}", field).key) for name, field in fields))
+    if isinstance(value, list | tuple):
+        return (type(value), *(make_static(f"{label}[{i}]", item).key for i, item in enumerate(value)))
+    if isinstance(value, dict):
+        return (type(value), *((k, make_static(f"{label}[{k!r}]", v).key) for k, v in value.items()))
+    warnings.warn(
+        f"argument {label} of type {type(value).__name__} cannot be hashed, so calls are told apart by which object "
+        "it is: changing it in place is not noticed. Give its type __hash__ and __eq__, or register it as a pytree.",
+        stacklevel=2,
+    )
+    return (type(value), id(value))
+
+
+def _describe(value: Any) -> str:
+    return f"{value.dtype}[{','.join(map(str, value.shape))}]"
+
+
+def _readable_path(names: Sequence[str], path: Sequence[Any]) -> str:
+    return names[path[0].idx] + jax.tree_util.keystr(tuple(path[1:]))
+
+
+def _split(
+    tunable: Tunable, arguments: Mapping[str, Any], hyperparam_names: Sequence[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    variadic = _variadic_name(tunable.signature)
+    extra = arguments.get(variadic, {}) if variadic else {}
+    given = {name: {**arguments, **extra}[name] for name in hyperparam_names if name in arguments or name in extra}
+    defaults = _plain_defaults(tunable.signature)
+    own = {
+        name: arguments.get(name, defaults.get(name))
+        for name in tunable.signature.parameters
+        if name not in hyperparam_names and (name in arguments or name in defaults)
+    }
+    if variadic in own:
+        own[variadic] = {name: value for name, value in extra.items() if name not in given}
+    return own, given
+
+
+def _plain_defaults(signature: inspect.Signature) -> dict[str, Any]:
+    """Defaults that are static by their type; a call that leaves one out is the call that gives it."""
+    plain = (*_STATIC_SCALARS, type(None))
+    return {p.name: p.default for p in signature.parameters.values() if isinstance(p.default, plain)}
+
+
+def _variadic_name(signature: inspect.Signature) -> str | None:
+    return next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
+
+
+def _check_complete(tunable: Tunable, own: Mapping[str, Any], hyperparam_names: Sequence[str]) -> None:
+    required = [
+        p.name
+        for p in tunable.signature.parameters.values()
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    missing = [name for name in required if name not in own and name not in hyperparam_names]
+    if missing:
+        raise TypeError(f"{tunable.name}() missing required arguments: {', '.join(map(repr, missing))}")

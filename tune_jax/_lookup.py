@@ -1,0 +1,126 @@
+"""Where a call's winner comes from: what this process knows, else a tuning; one tuning a key, whoever asks."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+
+from tune_jax._call import Call
+from tune_jax._key import Key, default_device, describe_placement, device_of, make_key
+from tune_jax._outline import candidates_of, outline
+from tune_jax._records import Candidate, Tunable
+from tune_jax._results import Results
+from tune_jax._session import run_session
+
+
+@dataclasses.dataclass(eq=False)
+class Memory:
+    """What this process knows of one tuned function; the two dicts are what users hold and change in place."""
+
+    results: dict[Key, Results] = dataclasses.field(default_factory=dict)
+    latest: Results | None = None
+    timing_results: dict[int, Any] = dataclasses.field(default_factory=dict)
+    optimal_hyperparams: dict[str, Any] = dataclasses.field(default_factory=dict)
+    running: dict[Key, threading.Thread] = dataclasses.field(default_factory=dict)
+    changed: threading.Condition = dataclasses.field(default_factory=threading.Condition)
+
+    def keep(self, key: Key, results: Results) -> None:
+        """Remember results as the latest, and show them in the two dicts."""
+        self.results[key] = results
+        self.latest = results
+        _replace(self.timing_results, results.timing_results())
+        _replace(self.optimal_hyperparams, dict(results.best.hyperparams))
+
+
+def memory_of(tunable: Tunable) -> Memory:
+    """The memory of a tuned function."""
+    memory: Memory = tunable.state.setdefault("memory", Memory())
+    return memory
+
+
+def find_winner(
+    call: Call, avals: Sequence[Any], given: Sequence[Any], *, platforms: Sequence[str] | None = None
+) -> Candidate:
+    """Return the candidate that this call shall run, tuning if nobody has.
+
+    A call with nothing to choose is not tuned, and one for a platform that is not here takes the first candidate.
+    A thread that meets a key which it is tuning already takes the first candidate too.
+    """
+    choices = candidates_of(call)
+    if len(choices) == 1 and call.fixed:
+        return choices[0]
+    with _on_platform(platforms or [default_device().platform]) as here:
+        if here:
+            results = tune_once(call, avals, given)
+            return outline(call, avals).first if results is None else _as_candidate(results)
+    first = outline(call, avals).first
+    warnings.warn(
+        f"{call.tunable.name}: no {' or '.join(platforms or ())} device is here to tune on, so the first candidate, "
+        f"{dict(first.hyperparams)}, is used.",
+        stacklevel=2,
+    )
+    return first
+
+
+def tune_once(call: Call, avals: Sequence[Any], given: Sequence[Any]) -> Results | None:
+    """Return the results for a call, tuning if nobody has; None where this thread is tuning this key already."""
+    memory = memory_of(call.tunable)
+    key = key_of(call, avals, given)
+    with memory.changed:
+        while key not in memory.results:
+            if memory.running.get(key) is threading.current_thread():
+                return None
+            if key not in memory.running:
+                memory.running[key] = threading.current_thread()
+                break
+            memory.changed.wait()
+        else:
+            return memory.results[key]
+    try:
+        results = run_session(call, avals, given)
+        memory.keep(key, results)
+        return results
+    finally:
+        with memory.changed:
+            del memory.running[key]
+            memory.changed.notify_all()
+
+
+def key_of(call: Call, avals: Sequence[Any], given: Sequence[Any]) -> Key:
+    """The key of a call on the device that it would run on."""
+    return make_key(call, avals, placement=describe_placement(given), device=device_of(given).device_kind)
+
+
+@contextlib.contextmanager
+def _on_platform(platforms: Sequence[str]) -> Iterator[bool]:
+    """Make a device of the program's platform the default one; yields whether there is one here."""
+    devices = [device for platform in platforms for device in _local_devices(platform)]
+    if default_device() in devices:
+        yield True
+    elif devices:
+        with jax.default_device(devices[0]):
+            yield True
+    else:
+        yield False
+
+
+def _local_devices(platform: str) -> list[jax.Device]:
+    try:
+        return jax.local_devices(backend=platform)
+    except RuntimeError:
+        return []
+
+
+def _as_candidate(results: Results) -> Candidate:
+    return Candidate(results.best.id, results.best.hyperparams)
+
+
+def _replace(target: dict[Any, Any], source: dict[Any, Any]) -> None:
+    target.clear()
+    target.update(source)

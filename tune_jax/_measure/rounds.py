@@ -1,0 +1,102 @@
+"""Rounds of launches: all programs first, then only those that may still be the fastest."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from tune_jax._measure.timers import Launchable, Timer
+from tune_jax._rank import contenders, is_usable
+from tune_jax._records import KernelTime, LaunchTime, Samples
+
+
+@dataclasses.dataclass(frozen=True)
+class Effort:
+    """How much to measure: rounds for all, rounds at most, seconds, and when two programs count as told apart."""
+
+    first_rounds: int
+    max_rounds: int
+    max_seconds: float
+    separation: float
+    tie_tolerance: float
+
+
+def measure(
+    programs: Sequence[Launchable],
+    timer: Timer,
+    effort: Effort,
+    *,
+    seed: int,
+    on_round: Callable[[int], object],
+    now: Callable[[], float] = time.monotonic,
+) -> dict[int, Samples]:
+    """Time every program in `first_rounds` rounds, then the contenders until the winner is settled or a bound is met.
+
+    Each round launches its programs once, in a new random order drawn with `seed`. `on_round(n)` is told of the n
+    programs of each stretch of rounds that has been timed.
+
+    Raises:
+      ProfileError: the timer's clock cannot be had.
+    """
+    shuffle = random.Random(seed)
+    deadline = now() + effort.max_seconds
+    launches: dict[int, list[LaunchTime | None]] = {program.id: [] for program in programs}
+    racing, rounds = list(programs), 0
+    while racing and rounds < effort.max_rounds:
+        stretch = min(effort.first_rounds, effort.max_rounds - rounds)
+        order = draw_order(racing, stretch, shuffle)
+        for program, launch in zip(order, timer.time(order), strict=True):
+            launches[program.id].append(launch)
+        rounds += stretch
+        on_round(len(racing))
+        racing = [] if now() >= deadline else _still_racing(programs, launches, timer, effort)
+    return {key: to_samples(timer, times) for key, times in launches.items()}
+
+
+def draw_order(programs: Sequence[Launchable], rounds: int, shuffle: random.Random) -> list[Launchable]:
+    """Draw the order of some rounds; no program follows itself, unless there is only one."""
+    order: list[Launchable] = []
+    for _ in range(rounds):
+        drawn = shuffle.sample(programs, len(programs))
+        if order and len(drawn) > 1 and drawn[0].id == order[-1].id:
+            drawn.append(drawn.pop(0))
+        order += drawn
+    return order
+
+
+def to_samples(timer: Timer, times: Sequence[LaunchTime | None]) -> Samples:
+    """Gather the launches of one program; a launch that the clock did not see is not a number."""
+    missing = float("nan")
+    return Samples(
+        timer.clock,
+        tuple(missing if launch is None else launch.busy_ns for launch in times),
+        tuple(missing if launch is None else launch.span_ns for launch in times),
+        _sum_kernels([kernel for launch in times if launch is not None for kernel in launch.kernels]),
+    )
+
+
+def _still_racing(
+    programs: Sequence[Launchable],
+    launches: Mapping[int, Sequence[LaunchTime | None]],
+    timer: Timer,
+    effort: Effort,
+) -> list[Launchable]:
+    samples = {key: to_samples(timer, times) for key, times in launches.items()}
+    usable = {key: sample for key, sample in samples.items() if is_usable(sample)}
+    if len(usable) < 2:
+        return []
+    decision = contenders(usable, separation=effort.separation, tie_tolerance=effort.tie_tolerance)
+    return [] if decision.settled else [program for program in programs if program.id in decision.ids]
+
+
+def _sum_kernels(kernels: Sequence[KernelTime]) -> tuple[KernelTime, ...]:
+    summed: dict[tuple[str, str], KernelTime] = {}
+    for kernel in kernels:
+        key = (kernel.name, kernel.op_name)
+        before = summed.get(key, KernelTime(kernel.name, kernel.op_name, 0, 0.0))
+        summed[key] = dataclasses.replace(
+            before, count=before.count + kernel.count, total_ns=before.total_ns + kernel.total_ns
+        )
+    return tuple(summed.values())

@@ -1,0 +1,192 @@
+"""One tuning: a straight walk from a call to its results."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import logging
+import re
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from tune_jax._build.gate import GATE
+from tune_jax._build.programs import Program, lower_candidate
+from tune_jax._build.threads import Built, build, usable_cores
+from tune_jax._call import Call
+from tune_jax._config import CONFIG
+from tune_jax._errors import NoCandidateError, ProfileError
+from tune_jax._failure import attempt, summarise
+from tune_jax._inputs import collect_inputs
+from tune_jax._jax import outside_traces
+from tune_jax._key import describe_arguments, device_of
+from tune_jax._measure.rounds import Effort, measure
+from tune_jax._measure.timers import DeviceTimer, HostTimer, Launchable, Timer
+from tune_jax._outline import abstract_inputs, candidates_of, outline
+from tune_jax._progress import progress_bar
+from tune_jax._rank import is_usable
+from tune_jax._records import Candidate, Failure, Samples
+from tune_jax._results import Results, make_results
+from tune_jax._shardings import committed_sharding, input_shardings, output_shardings
+
+logger = logging.getLogger("tune_jax")
+
+_session_numbers = itertools.count()
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """Samples of the distinct programs, failures found on the way, and what the reader must know."""
+
+    samples: Mapping[int, Samples]
+    failures: Mapping[int, Failure]
+    warnings: tuple[str, ...]
+
+
+def run_session(call: Call, avals: Sequence[Any], given: Sequence[Any]) -> Results:
+    """Compile, run, time and rank every candidate of `call`. `given` holds the inputs that are known, else None.
+
+    Raises:
+      NoCandidateError: every candidate failed.
+      ExampleError: the example arguments do not fit the call.
+    """
+    started = time.perf_counter()
+    with outside_traces(), jax.debug_nans(False), jax.disable_jit(False):
+        candidates = candidates_of(call)
+        inputs = collect_inputs(call, avals, given, input_shardings(call))
+        device = device_of(inputs)
+        built = _build_all(call, avals, candidates, inputs)
+        measured = _measure_all(call, built, inputs, device.platform)
+    for program_id, failure in measured.failures.items():
+        built.fail(program_id, failure)
+    results = make_results(
+        function=call.tunable.name,
+        call=describe_arguments(call, avals),
+        candidates=candidates,
+        samples={key: sample for key, sample in measured.samples.items() if key not in built.failures},
+        failures=built.failures,
+        groups=built.groups,
+        device_kind=device.device_kind,
+        wall_s=time.perf_counter() - started,
+        separation=CONFIG.separation,
+        warnings=measured.warnings,
+    )
+    _log(results)
+    if not results.timed:
+        raise NoCandidateError(summarise(built.failures))
+    return results
+
+
+def _build_all(call: Call, avals: Sequence[Any], candidates: Sequence[Candidate], inputs: Sequence[Any]) -> Built:
+    asked = call.tunable
+    expected = outline(call, avals)
+    donated = donated_inputs(call)
+    options = jit_options(call, donated)
+    abstract = _placed_inputs(avals, inputs)
+    prefix = f"tune{next(_session_numbers)}_{re.sub(r'[^A-Za-z0-9_]', '_', asked.name)}"
+
+    def lower(candidate: Candidate) -> Any:
+        return lower_candidate(call, candidate, expected, abstract, options, f"{prefix}_{candidate.id}")
+
+    def first_run(program: Program) -> Failure | None:
+        return attempt("run", lambda: program.launch(inputs))
+
+    with progress_bar(f"compiling {asked.name}", len(candidates), wanted=asked.progress) as advance:
+        return build(
+            candidates,
+            lower,
+            donated=donated,
+            first_run=first_run,
+            max_workers=asked.max_workers or usable_cores(),
+            on_done=lambda: advance(1),
+        )
+
+
+def _measure_all(call: Call, built: Built, inputs: Sequence[Any], platform: str) -> Measured:
+    asked = call.tunable
+    failures: dict[int, Failure] = {}
+    programs = [_launchable(program, inputs, failures) for program in built.programs]
+    device_timer = DeviceTimer(platform, asked.kernel_filter, asked.keep_trace)
+    with GATE.measuring(), progress_bar(f"timing {asked.name}", len(programs), wanted=asked.progress) as advance:
+        try:
+            samples = _run_rounds(call, programs, device_timer, advance)
+            notes: tuple[str, ...] = ()
+        except ProfileError as error:
+            if not CONFIG.allow_fallback_timing:
+                raise
+            notes = (f"device time cannot be had ({error}), so times are the host's wall clock",)
+            warnings.warn(f"{asked.name}: {notes[0]}", stacklevel=2)
+            samples = _run_rounds(call, programs, HostTimer(), advance)
+    unseen = {key: _unseen(call, sample) for key, sample in samples.items() if not is_usable(sample)}
+    return Measured(samples, unseen | failures, notes)
+
+
+def _run_rounds(
+    call: Call, programs: Sequence[Launchable], timer: Timer, advance: Callable[[int], object]
+) -> dict[int, Samples]:
+    effort = Effort(
+        CONFIG.profiling_samples,
+        CONFIG.max_rounds,
+        CONFIG.max_measure_s,
+        CONFIG.separation,
+        CONFIG.tie_tolerance,
+    )
+    return measure(programs, timer, effort, seed=call.tunable.seed, on_round=advance)
+
+
+def _launchable(program: Program, inputs: Sequence[Any], failures: dict[int, Failure]) -> Launchable:
+    def launch() -> None:
+        if program.id in failures:
+            return
+        outcome = attempt("run", lambda: program.launch(inputs))
+        if isinstance(outcome, Failure):
+            failures[program.id] = outcome
+
+    return Launchable(program.id, program.module, launch)
+
+
+def _unseen(call: Call, samples: Samples) -> Failure:
+    pattern = call.tunable.kernel_filter
+    if pattern is not None and not samples.kernels:
+        message = f"event_filter_regex {pattern.pattern!r} matches none of its kernels; loosen it, or leave it out."
+    else:
+        message = "the profiler's trace shows no device time for it."
+    return Failure("run", "NoDeviceTime", message)
+
+
+def donated_inputs(call: Call) -> tuple[bool, ...]:
+    """Which inputs of `call` the tuned function donates."""
+    return tuple(name in call.tunable.donated_names for name in call.input_parameters)
+
+
+def jit_options(call: Call, donated: Sequence[bool]) -> dict[str, Any]:
+    """The options of `jax.jit` for a function of the call's inputs."""
+    options: dict[str, Any] = {"donate_argnums": tuple(i for i, gives in enumerate(donated) if gives)}
+    if output_shardings(call) is not None:
+        options["out_shardings"] = output_shardings(call)
+    return options
+
+
+def _placed_inputs(avals: Sequence[Any], inputs: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    return [
+        jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type, sharding=committed_sharding(value))
+        for a, value in zip(abstract_inputs(avals), inputs, strict=True)
+    ]
+
+
+def _log(results: Results) -> None:
+    fastest = results.timed[0] if results.timed else None
+    logger.info(
+        "tuned %s(%s) on %s: %d candidates, %d failed, %.1f s; fastest %s",
+        results.function,
+        results.call,
+        results.device_kind,
+        len(results.rows),
+        len(results.failures),
+        results.wall_s,
+        dict(fastest.hyperparams) if fastest else None,
+    )

@@ -1,0 +1,68 @@
+"""A candidate and a call -> a function of the call's inputs alone, which JAX can trace, lower and transform."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from tune_jax._call import Batch, Call
+
+
+def wrap(call: Call, hyperparams: Mapping[str, Any], *, name: str) -> Callable[..., Any]:
+    """Return the function of the call's inputs that runs the candidate and returns its result as it is.
+
+    Its `__name__` is `name`, which names the XLA module too.
+    """
+
+    def candidate(*inputs: Any) -> Any:
+        bound = bind(call, call.arguments(inputs), hyperparams)
+        return call.tunable.function(*bound.args, **bound.kwargs)
+
+    function: Callable[..., Any] = candidate
+    for batch in call.batches:
+        function = _batched(function, batch)
+    return _renamed(function, name)
+
+
+def wrap_flat(call: Call, hyperparams: Mapping[str, Any], *, name: str) -> Callable[..., list[Any]]:
+    """The same, but with the result's leaves as a flat list."""
+    function = wrap(call, hyperparams, name=name)
+    return _renamed(lambda *inputs: jax.tree.leaves(function(*inputs)), name)
+
+
+def bind(call: Call, arguments: Mapping[str, Any], hyperparams: Mapping[str, Any]) -> inspect.BoundArguments:
+    """Join a call's arguments with hyperparameters, each where the function's signature takes it."""
+    signature = call.tunable.signature
+    variadic = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
+    named = {name: value for name, value in hyperparams.items() if name in signature.parameters}
+    extra = {name: value for name, value in hyperparams.items() if name not in signature.parameters}
+    joined = {**arguments, **named}
+    if extra and variadic is not None:
+        joined[variadic] = {**arguments.get(variadic, {}), **extra}
+    ordered = {name: joined[name] for name in signature.parameters if name in joined}
+    return inspect.BoundArguments(signature, ordered)  # type: ignore[arg-type]
+
+
+def _batched(function: Callable[..., Any], batch: Batch) -> Callable[..., Any]:
+    def batched(*inputs: Any) -> Any:
+        mapped = jax.vmap(
+            function,
+            in_axes=batch.dims,
+            axis_size=batch.size,
+            axis_name=batch.axis_name,
+            spmd_axis_name=batch.spmd_axis_name,
+        )
+        return mapped(*inputs)
+
+    return batched
+
+
+def _renamed(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def renamed(*inputs: Any) -> Any:
+        return function(*inputs)
+
+    renamed.__name__ = renamed.__qualname__ = name
+    return renamed
