@@ -56,9 +56,9 @@ def test_arrays_that_do_not_fit_are_an_error_before_any_candidate() -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_every_candidate_runs_and_agrees(oracle: Any, causal: bool) -> None:
-    q, k, v = oracle.inputs(oracle.Shape(150, 130, batch=1))
+    q, k, v = oracle.inputs(oracle.Shape(100, 80, batch=1))
     grid = flash_attention_space(q, k, v, causal=causal)
     candidates = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
-    assert len(candidates) == 9
+    assert len(candidates) == 4
     for candidate in candidates:
         oracle.check_forward(flash_attention(q, k, v, causal=causal, **candidate), q, k, v, causal=causal)
