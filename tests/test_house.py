@@ -53,7 +53,7 @@ ROOMS = {
     "_outline": "jax _jax _call _space _wrap",
     "_space": "numpy",
     "_wrap": "jax _jax _call",
-    "_inputs": "jax numpy _jax _call",
+    "_inputs": "jax ml_dtypes numpy _jax _call",
     "_build": "jax _jax",
     "_build.programs": "jax _jax _call _outline _wrap",
     "_measure": "",

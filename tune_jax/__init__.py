@@ -11,4 +11,15 @@ from tune_jax._tune import tune
 
 tune_logger = logger
 
-__all__ = ["CONFIG", "Failure", "Results", "TuneError", "TunedFunction", "logger", "tabulate", "to_df", "tune", "tune_logger"]
+__all__ = [
+    "CONFIG",
+    "Failure",
+    "Results",
+    "TuneError",
+    "TunedFunction",
+    "logger",
+    "tabulate",
+    "to_df",
+    "tune",
+    "tune_logger",
+]

@@ -9,7 +9,6 @@ import jax
 
 from tune_jax._call import (
     Call,
-    Static,
     bind_arguments,
     describe_call,
     is_concrete,

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from tune_jax._errors import ArgumentError
+from tune_jax._jax import Tracer
 from tune_jax._records import Tunable
 
 _STATIC_SCALARS = (bool, str, bytes)
@@ -174,9 +175,7 @@ def with_hints(call: Call, values: Iterable[Any]) -> Call:
 
 def with_batch(call: Call, batch: Batch) -> Call:
     """Return `call` with one more vmap around it; hints of batched inputs no longer hold."""
-    hints = tuple(
-        None if dim is not None else hint for dim, hint in zip(batch.dims, call.hints.values, strict=False)
-    )
+    hints = tuple(None if dim is not None else hint for dim, hint in zip(batch.dims, call.hints.values, strict=False))
     return dataclasses.replace(call, batches=(*call.batches, batch), hints=Hints(hints))
 
 
@@ -198,7 +197,12 @@ def is_number(leaf: Any) -> bool:
 
 def is_concrete(value: Any) -> bool:
     """Whether a dynamic leaf has a value now, rather than only a shape."""
-    return not isinstance(value, jax.core.Tracer | jax.ShapeDtypeStruct)
+    return not isinstance(value, Tracer | jax.ShapeDtypeStruct)
+
+
+def describe_aval(value: Any) -> str:
+    """The shape and dtype of an array or abstract value in words: `float32[128,64]`."""
+    return f"{value.dtype}[{','.join(map(str, value.shape))}]"
 
 
 def make_static(label: str, value: Any) -> Static:
@@ -209,8 +213,8 @@ def make_static(label: str, value: Any) -> Static:
     """
     if isinstance(value, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
         raise ArgumentError(
-            f"argument {label} is static but came as {_describe(value)}; pass a Python value, or take its name out of "
-            "static_argnames."
+            f"argument {label} is static but came as {describe_aval(value)}; pass a Python value, or take its name out "
+            "of static_argnames."
         )
     try:
         hash(value)
@@ -235,12 +239,8 @@ def _key_without_hash(label: str, value: Any) -> Hashable:
     return (type(value), id(value))
 
 
-def _describe(value: Any) -> str:
-    return f"{value.dtype}[{','.join(map(str, value.shape))}]"
-
-
 def _readable_path(names: Sequence[str], path: Sequence[Any]) -> str:
-    return names[path[0].idx] + jax.tree_util.keystr(tuple(path[1:]))
+    return f"{names[path[0].idx]}{jax.tree_util.keystr(tuple(path[1:]))}"
 
 
 def _split(

@@ -32,7 +32,9 @@ class MustBeStatic(Exception):
 class Entry(Protocol):
     """A way into the fast path. `run` calls; `stage` gives the jitted function and the arguments it takes."""
 
-    run: Callable[..., Any]
+    @property
+    def run(self) -> Callable[..., Any]:
+        """Call the function."""
 
     def stage(self, args: Args, kwargs: Kwargs) -> tuple[Any, Args, Kwargs]:
         """The jitted function behind a call, for `lower`, `trace` and `eval_shape`."""
@@ -56,7 +58,9 @@ class ByName:
         self._static_names = static_names
         named = _named(tunable, lambda *args, **kwargs: _trace_call(tunable, args, kwargs), tunable.signature)
         donated = tuple(tunable.donated_names)
-        self.run = jax.jit(named, static_argnames=tuple(static_names), donate_argnames=donated or None)
+        self.run: Callable[..., Any] = jax.jit(
+            named, static_argnames=tuple(static_names), donate_argnames=donated or None
+        )
 
     def stage(self, args: Args, kwargs: Kwargs) -> tuple[Any, Args, Kwargs]:
         """The jitted function, and the arguments as they are."""
@@ -156,13 +160,19 @@ class ByLeaf:
 
 
 def _trace_call(tunable: Tunable, args: Args, kwargs: Kwargs) -> Any:
-    handed = HANDED.arguments
-    call, _ = make_call(tunable, *(handed if handed and handed[1] is not None else (args, kwargs)))
+    call, _ = make_call(tunable, *_concrete_arguments(args, kwargs))
     leaves = select_leaves(call, args, kwargs)
-    static = [leaves[index] for index, _ in call.statics] + [_given(tunable, name, args, kwargs) for name, _ in call.fixed]
+    static = [leaves[index] for index, _ in call.statics] + [
+        _given(tunable, name, args, kwargs) for name, _ in call.fixed
+    ]
     if any(isinstance(value, Tracer) for value in static):
         raise MustBeStatic
     return bind_call(call, [leaves[index] for index in call.dynamic_indices])
+
+
+def _concrete_arguments(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    handed_args, handed_kwargs = HANDED.arguments or ((), None)
+    return (args, kwargs) if handed_kwargs is None else (handed_args, handed_kwargs)
 
 
 def _given(tunable: Tunable, name: str, args: Args, kwargs: Kwargs) -> Any:

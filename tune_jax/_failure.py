@@ -16,7 +16,7 @@ def attempt(stage: Stage, action: Callable[[], T]) -> T | Failure:
     """Return what `action` returns, or the Failure that it ended in; the exception and its frames are let go."""
     try:
         return action()
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - the user's own code may raise anything, and each ends as a Failure
         return describe_failure(stage, error)
 
 

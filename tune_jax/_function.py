@@ -79,11 +79,13 @@ class TunedFunction:
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lower as a jitted function does; tunes if nobody has, and holds the winner."""
-        return self._stage("lower", args, kwargs)
+        lowered: jax.stages.Lowered = self._stage("lower", args, kwargs)
+        return lowered
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """Trace as a jitted function does; tunes only what is differentiated inside."""
-        return self._stage("trace", args, kwargs)
+        traced: jax.stages.Traced = self._stage("trace", args, kwargs)
+        return traced
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """The shapes and dtypes of the result as `jax.ShapeDtypeStruct`s; never tunes."""
@@ -104,7 +106,7 @@ class TunedFunction:
         """Make room for static arguments that the entry did not expect; what it did expect is raised again."""
         wider = self._entry.widened(args, kwargs)
         if wider is None:
-            raise  # noqa: PLE0704
+            raise
         self._entry = wider
 
 

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 
-from tune_jax._call import Call, bind_arguments, is_concrete, is_dynamic
+from tune_jax._call import Call, bind_arguments, describe_aval, is_concrete, is_dynamic
 from tune_jax._errors import ExampleError
 from tune_jax._jax import key_impl_name
-from tune_jax._key import describe_aval
 
 _BLOCK = 1 << 20
 _LARGEST_INTEGER = 8
@@ -135,7 +135,8 @@ def _make_block(size: int, dtype: np.dtype[Any], rng: np.random.Generator) -> np
     if dtype == np.bool_:
         return rng.integers(0, 2, size).astype(dtype)
     if jax.dtypes.issubdtype(dtype, np.integer):
-        largest = min(_LARGEST_INTEGER - 1, int(jax.numpy.iinfo(dtype).max))
+        most = int(ml_dtypes.iinfo(dtype).max)  # type: ignore[no-untyped-call]
+        largest = min(_LARGEST_INTEGER - 1, most)
         return rng.integers(0, largest + 1, size).astype(dtype)
     if jax.dtypes.issubdtype(dtype, np.complexfloating):
         return (rng.standard_normal(size) + 1j * rng.standard_normal(size)).astype(dtype)

@@ -89,9 +89,19 @@ def key_impl_name(dtype: Any) -> str:
 
 @contextlib.contextmanager
 def outside_traces() -> Iterator[None]:
-    """Leave the ambient trace: inside, arrays are concrete and programs compile and run."""
-    with jax.core.eval_context():
+    """Leave the ambient trace: inside, arrays are concrete, and programs compile, run and may return NaN."""
+    with jax.core.eval_context(), jax.debug_nans(False), jax.disable_jit(False):
         yield
+
+
+def jit_is_disabled() -> bool:
+    """Whether the caller runs under `jax.disable_jit`."""
+    return bool(jax.config.jax_disable_jit)  # type: ignore[attr-defined]
+
+
+def default_device_setting() -> Any:
+    """The caller's default device: a device, a platform's name, or None."""
+    return jax.config.jax_default_device  # type: ignore[attr-defined]
 
 
 def settings() -> tuple[tuple[str, Any], ...]:

@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 
-from tune_jax._call import Call
-from tune_jax._jax import ShapedArray, settings
+from tune_jax._call import Call, describe_aval
+from tune_jax._jax import ShapedArray, default_device_setting, settings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,11 +50,6 @@ def describe_arguments(call: Call, avals: Sequence[Any]) -> str:
     return ", ".join(f"{call.paths[index]}: {words[index]}" for index in sorted(words))
 
 
-def describe_aval(aval: Any) -> str:
-    """An abstract value in words: `float32[128,64]`."""
-    return f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
-
-
 def device_of(values: Sequence[Any]) -> jax.Device:
     """The device that a program of these inputs runs on: theirs where they are committed, else the default one."""
     committed = [value for value in values if isinstance(value, jax.Array) and value.committed]
@@ -65,7 +60,7 @@ def device_of(values: Sequence[Any]) -> jax.Device:
 
 def default_device() -> jax.Device:
     """The device that uncommitted arrays go to under the caller's settings."""
-    chosen = jax.config.jax_default_device
+    chosen = default_device_setting()
     if isinstance(chosen, jax.Device):
         return chosen
     return jax.local_devices(backend=chosen)[0]

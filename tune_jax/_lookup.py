@@ -112,7 +112,7 @@ def _on_platform(platforms: Sequence[str]) -> Iterator[bool]:
 
 def _local_devices(platform: str) -> list[jax.Device]:
     try:
-        return jax.local_devices(backend=platform)
+        return list(jax.local_devices(backend=platform))
     except RuntimeError:
         return []
 

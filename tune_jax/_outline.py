@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,7 +46,7 @@ def outline(call: Call, avals: Sequence[Any]) -> Outline:
     Raises:
       NoCandidateError: no candidate can be traced.
     """
-    known = call.tunable.state.setdefault("outlines", {})
+    known: dict[Any, Outline] = call.tunable.state.setdefault("outlines", {})
     key = (call, tuple(avals))
     if key not in known:
         known[key] = _trace_first(call, avals)
@@ -94,7 +95,7 @@ def _try_first(describe: Describe, static: frozenset[int]) -> Outline | None:
 def _trace_first(call: Call, avals: Sequence[Any]) -> Outline:
     failures: dict[int, Failure] = {}
     for candidate in candidates_of(call):
-        traced = attempt("trace", lambda candidate=candidate: _trace(call, candidate, avals))
+        traced = attempt("trace", functools.partial(_trace, call, candidate, avals))
         if not isinstance(traced, Failure):
             return _read_outline(candidate, traced)
         failures[candidate.id] = traced

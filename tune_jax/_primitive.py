@@ -66,7 +66,7 @@ def _fits(value: Any, aval: Any) -> bool:
 
 
 def _run(*inputs: Any, call: Call) -> Any:
-    if jax.config.jax_disable_jit:
+    if _jax.jit_is_disabled():
         avals = [_jax.shaped(jax.typeof(value)) for value in inputs]
         return _flat(call, find_winner(call, avals, inputs))(*inputs)
     jitted = _cached(call, None, lambda: jax.jit(functools.partial(tuned_call_p.bind, call=call)))

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import logging
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-
-import jax
 
 from tune_jax._build.gate import GATE
 from tune_jax._build.programs import Program, lower_candidate
@@ -26,12 +23,12 @@ from tune_jax._jax import outside_traces
 from tune_jax._key import describe_arguments, device_of
 from tune_jax._measure.rounds import Effort, measure
 from tune_jax._measure.timers import DeviceTimer, HostTimer, Launchable, Timer
-from tune_jax._outline import abstract_inputs, candidates_of, outline
+from tune_jax._outline import candidates_of, outline
 from tune_jax._progress import progress_bar
 from tune_jax._rank import is_usable
 from tune_jax._records import Candidate, Failure, Samples
 from tune_jax._results import Results, make_results
-from tune_jax._shardings import committed_sharding, input_shardings, output_shardings
+from tune_jax._shardings import input_shardings, output_shardings, placed_inputs
 
 logger = logging.getLogger("tune_jax")
 
@@ -55,7 +52,7 @@ def run_session(call: Call, avals: Sequence[Any], given: Sequence[Any]) -> Resul
       ExampleError: the example arguments do not fit the call.
     """
     started = time.perf_counter()
-    with outside_traces(), jax.debug_nans(False), jax.disable_jit(False):
+    with outside_traces():
         candidates = candidates_of(call)
         inputs = collect_inputs(call, avals, given, input_shardings(call))
         device = device_of(inputs)
@@ -86,7 +83,7 @@ def _build_all(call: Call, avals: Sequence[Any], candidates: Sequence[Candidate]
     expected = outline(call, avals)
     donated = donated_inputs(call)
     options = jit_options(call, donated)
-    abstract = _placed_inputs(avals, inputs)
+    abstract = placed_inputs(avals, inputs)
     prefix = f"tune{next(_session_numbers)}_{re.sub(r'[^A-Za-z0-9_]', '_', asked.name)}"
 
     def lower(candidate: Candidate) -> Any:
@@ -169,13 +166,6 @@ def jit_options(call: Call, donated: Sequence[bool]) -> dict[str, Any]:
     if output_shardings(call) is not None:
         options["out_shardings"] = output_shardings(call)
     return options
-
-
-def _placed_inputs(avals: Sequence[Any], inputs: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-    return [
-        jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type, sharding=committed_sharding(value))
-        for a, value in zip(abstract_inputs(avals), inputs, strict=True)
-    ]
 
 
 def _log(results: Results) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -30,8 +31,15 @@ def output_shardings(call: Call) -> Any:
     return None if call.batches else call.tunable.out_shardings
 
 
-def committed_sharding(value: Any) -> Any:
-    """The sharding of an array that is committed to its devices, else None."""
+def placed_inputs(avals: Sequence[Any], inputs: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    """Abstract values with the shardings of those inputs that are committed to their devices."""
+    return [
+        jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type, sharding=_committed_sharding(value))
+        for a, value in zip(avals, inputs, strict=True)
+    ]
+
+
+def _committed_sharding(value: Any) -> Any:
     return value.sharding if isinstance(value, jax.Array) and value.committed else None
 
 

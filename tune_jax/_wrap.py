@@ -43,7 +43,7 @@ def bind(call: Call, arguments: Mapping[str, Any], hyperparams: Mapping[str, Any
     if extra and variadic is not None:
         joined[variadic] = {**arguments.get(variadic, {}), **extra}
     ordered = {name: joined[name] for name in signature.parameters if name in joined}
-    return inspect.BoundArguments(signature, ordered)  # type: ignore[arg-type]
+    return inspect.BoundArguments(signature, ordered)
 
 
 def _batched(function: Callable[..., Any], batch: Batch) -> Callable[..., Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 
@@ -69,7 +70,7 @@ def _submit_distinct(
 ) -> Iterator[concurrent.futures.Future[tuple[int, Program | Failure]]]:
     seen: dict[str, int] = {}
     for candidate in candidates:
-        lowering = attempt("trace", lambda candidate=candidate: lower(candidate))
+        lowering = attempt("trace", functools.partial(lower, candidate))
         if isinstance(lowering, Failure):
             built.failures[candidate.id] = lowering
             on_done()

@@ -32,13 +32,9 @@ def split_by_order(events: Sequence[Event], order: Sequence[str]) -> list[Launch
     several times in a row; where the runs do not follow the order because launches left no event, a run as
     long as several of the program's shortest is taken for as many launches.
     """
-    runs = [
-        Launch(module, tuple(run)) for module, run in itertools.groupby(events, lambda event: event.module)
-    ]
+    runs = [Launch(module, tuple(run)) for module, run in itertools.groupby(events, lambda event: event.module)]
     present = {run.module for run in runs}
-    groups = [
-        (name, len(list(group))) for name, group in itertools.groupby(filter(present.__contains__, order))
-    ]
+    groups = [(name, len(list(group))) for name, group in itertools.groupby(filter(present.__contains__, order))]
     if [name for name, _ in groups] == [run.module for run in runs]:
         counts = [count for _, count in groups]
     else:

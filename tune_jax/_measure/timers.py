@@ -27,7 +27,9 @@ class Launchable:
 class Timer(Protocol):
     """Times launches, in order; None for a launch of which the clock saw nothing."""
 
-    clock: Clock
+    @property
+    def clock(self) -> Clock:
+        """What the times are taken with."""
 
     def time(self, order: Sequence[Launchable]) -> list[LaunchTime | None]:
         """Launch each program in turn, waiting for its end, and return the times."""

@@ -96,9 +96,7 @@ def _read_devices(profile: ProfileData, order: Sequence[str]) -> list[_Device]:
             f"found {sorted(planes)}. On the CPU, `host_tracer_level` must be at least 1."
         )
     wanted = frozenset(order)
-    devices = [
-        _read_tpu(plane, wanted) if _is_tpu(plane) else _read_gpu(plane, order) for plane in accelerators
-    ]
+    devices = [_read_tpu(plane, wanted) if _is_tpu(plane) else _read_gpu(plane, order) for plane in accelerators]
     if not any(device.launches for device in devices):
         devices = [device for plane in hosts for device in _read_host(plane, wanted)]
     if not any(device.launches for device in devices):
@@ -226,9 +224,7 @@ def _shorten_name(name: str) -> str:
     return name.partition(" = ")[0].removeprefix("%")
 
 
-def _time_launch(
-    launch: Launch | None, device: _Device, kernel_filter: re.Pattern[str] | None
-) -> LaunchTime | None:
+def _time_launch(launch: Launch | None, device: _Device, kernel_filter: re.Pattern[str] | None) -> LaunchTime | None:
     if launch is None:
         return None
     events = [event for event in launch.events if kernel_filter is None or _matches(event, kernel_filter)]

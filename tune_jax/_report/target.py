@@ -40,9 +40,7 @@ def name_target(target: Any) -> str:
 
 
 def _wrap_timings(timings: Mapping[Any, Any]) -> Results | None:
-    strangers = sorted(
-        {type(value).__name__ for value in timings.values() if not isinstance(value, TimingResult)}
-    )
+    strangers = sorted({type(value).__name__ for value in timings.values() if not isinstance(value, TimingResult)})
     if strangers:
         raise ArgumentError(
             f"got a dict with values of type {', '.join(strangers)}, expected the TimingResult values of "

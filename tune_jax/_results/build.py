@@ -79,15 +79,11 @@ def _find_outcome(
     return found[0]
 
 
-def _get_both(
-    key: int, samples: Mapping[int, Samples], failures: Mapping[int, Failure]
-) -> list[Samples | Failure]:
+def _get_both(key: int, samples: Mapping[int, Samples], failures: Mapping[int, Failure]) -> list[Samples | Failure]:
     return [found for found in (samples.get(key), failures.get(key)) if found is not None]
 
 
-def _check_programs(
-    outcomes: Mapping[int, Samples | Failure], programs: Mapping[int, tuple[int, ...]]
-) -> None:
+def _check_programs(outcomes: Mapping[int, Samples | Failure], programs: Mapping[int, tuple[int, ...]]) -> None:
     for key, program in programs.items():
         if outcomes[key] != outcomes[program[0]]:
             raise ResultsError(

@@ -63,9 +63,7 @@ def write_caption(outcome: Outcome) -> str:
         f"{outcome.clock} time" if outcome.clock else "",
         "" if outcome.wall_s is None else f"tuned in {outcome.wall_s:.1f} s",
     ]
-    return f"{outcome.function}{call}{place}: " + ", ".join(
-        [_count_programs(outcome.rows), *filter(None, facts)]
-    )
+    return f"{outcome.function}{call}{place}: " + ", ".join([_count_programs(outcome.rows), *filter(None, facts)])
 
 
 def list_failures(rows: Sequence[Row]) -> list[str]:
@@ -95,11 +93,7 @@ def _count_programs(rows: Sequence[Row]) -> str:
     count = f"{len(rows)} candidate{'' if len(rows) == 1 else 's'}"
     timed = [row for row in rows if row.failure is None]
     distinct = len({frozenset((row.id, *row.shares_with)) for row in timed})
-    return (
-        count
-        if distinct == len(timed)
-        else f"{count} ({distinct} distinct program{'' if distinct == 1 else 's'})"
-    )
+    return count if distinct == len(timed) else f"{count} ({distinct} distinct program{'' if distinct == 1 else 's'})"
 
 
 def _name_rows(rows: Sequence[Row]) -> str:
@@ -119,11 +113,7 @@ def _explain_clock(clock: Clock | None) -> str:
 
 def _explain_idle(timed: Sequence[Row]) -> str:
     idle = [row.id for row in timed if (row.idle_share or 0.0) > _MUCH_IDLE]
-    return (
-        f"The device was idle for most of each launch of {show_ids(idle)}; times are busy time."
-        if idle
-        else ""
-    )
+    return f"The device was idle for most of each launch of {show_ids(idle)}; times are busy time." if idle else ""
 
 
 def _compare_ends(timed: Sequence[Row]) -> str:

@@ -131,6 +131,4 @@ class TimingResult:
         return self.row.std_s
 
     def __repr__(self) -> str:
-        return (
-            f"TimingResult(hyperparams={self.hyperparams}, t_mean={self.t_mean:.4e}, t_std={self.t_std:.4e})"
-        )
+        return f"TimingResult(hyperparams={self.hyperparams}, t_mean={self.t_mean:.4e}, t_std={self.t_std:.4e})"

@@ -59,9 +59,7 @@ def pick_ends(items: Sequence[_Item], *, head: int | None, tail: int | None) -> 
     """
     for name, count in (("head", head), ("tail", tail)):
         if count is not None and (type(count) is not int or count < 0):
-            raise ArgumentError(
-                f"{name}={count!r}: expected how many rows to show, a whole number from 0, or None"
-            )
+            raise ArgumentError(f"{name}={count!r}: expected how many rows to show, a whole number from 0, or None")
     first, last = head or 0, tail or 0
     if (head is None and tail is None) or first + last >= len(items):
         return list(items)
@@ -127,8 +125,7 @@ def _render_html(table: Table) -> str:
         return f"<p>{html.escape(table.title)}</p>"
     header = "".join(f"<th>{html.escape(text)}</th>" for text in table.headers)
     body = "\n".join(
-        _render_html_line(line, table.aligns, bold=place in table.bold)
-        for place, line in enumerate(table.lines)
+        _render_html_line(line, table.aligns, bold=place in table.bold) for place, line in enumerate(table.lines)
     )
     caption = f"<caption>{html.escape(table.title)}</caption>"
     return f"<table>\n{caption}\n<thead><tr>{header}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>"
