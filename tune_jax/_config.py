@@ -12,15 +12,15 @@ class Config:
     Attributes:
       profiling_samples: timed rounds that every candidate gets, at least 1.
       max_rounds: timed rounds that a contender gets at most.
-      max_measure_s: seconds after which no further rounds start.
+      max_measure_s: seconds after which no further rounds start; the first `profiling_samples` always run.
       separation: how many standard errors apart two medians must lie to count as different.
       tie_tolerance: relative difference under which the search for a single winner stops.
       allow_fallback_timing: use the host clock where device time cannot be had; if False, that is an error.
     """
 
-    profiling_samples: int = 5
+    profiling_samples: int = 3
     max_rounds: int = 30
-    max_measure_s: float = 20.0
+    max_measure_s: float = 5.0
     separation: float = 3.0
     tie_tolerance: float = 0.005
     allow_fallback_timing: bool = True

@@ -93,7 +93,7 @@ def test_compiled_memory_is_a_small_part_of_the_plain_one(name: str) -> None:
 
 
 @pytest.mark.parametrize(("block_q", "block_k"), [(32, 32), (16, 32), (64, 32), (32, 16), (32, 64)])
-def test_blocks_above_the_diagonal_are_not_computed(block_q: int, block_k: int) -> None:
+def test_blocks_above_the_diagonal_are_not_computed(oracle: Any, block_q: int, block_k: int) -> None:
     # A block that is computed and masked afterwards lets NaN through, since 0 * NaN is NaN.
     first_bad = 64
     q = jax.random.normal(jax.random.key(0), (2, 128, 2, 8))
@@ -102,8 +102,11 @@ def test_blocks_above_the_diagonal_are_not_computed(block_q: int, block_k: int) 
     def attend(queries: Any) -> Any:
         return flash_attention(queries, bad, bad, causal=True, block_q=block_q, block_k=block_k)
 
-    out, pull_back = jax.vjp(attend, q)
-    (dq,) = pull_back(jnp.ones_like(out))
+    def out_and_dq(queries: Any) -> Any:
+        out, pull_back = jax.vjp(attend, queries)
+        return out, pull_back(jnp.ones_like(out))[0]
+
+    out, dq = oracle.jit(out_and_dq)(q)
     assert bool(jnp.isfinite(out[:, :first_bad]).all())
     assert bool(jnp.isfinite(dq[:, :first_bad]).all())
     assert bool(jnp.isnan(out[:, -1]).all())
