@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import logging
 import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import hypothesis
 import pytest
@@ -30,3 +37,79 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if jax.default_backend() != "gpu":
             pytest.skip("needs a GPU")
+
+
+@pytest.fixture
+def quick_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure little: for tests that ask how a tuning goes, not who wins it."""
+    from tune_jax import CONFIG
+
+    monkeypatch.setattr(CONFIG, "profiling_samples", 2)
+    monkeypatch.setattr(CONFIG, "max_rounds", 4)
+    monkeypatch.setattr(CONFIG, "max_measure_s", 2.0)
+
+
+@pytest.fixture
+def background() -> Iterator[concurrent.futures.Executor]:
+    """Threads for a test's own use; the test must let them all end."""
+    with concurrent.futures.ThreadPoolExecutor(12, thread_name_prefix="test") as pool:
+        yield pool
+
+
+@pytest.fixture
+def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run Python code in a process of its own, where warnings are errors; it must exit with 0."""
+
+    def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [sys.executable, "-W", "error", "-c", textwrap.dedent(code)],
+            env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done
+
+    return run
+
+
+@pytest.fixture
+def compiles() -> Iterator[list[str]]:
+    """The names of the programs that XLA compiles during a test, in the order they are done."""
+    import jax
+
+    names: list[str] = []
+
+    def note(event: str, duration: float, **details: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            names.append(str(details.get("fun_name")))
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(note)
+
+
+@pytest.fixture
+def quick_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rounds: for tests that look at what is tuned, not at how well it is timed."""
+    from tune_jax import CONFIG
+
+    monkeypatch.setattr(CONFIG, "profiling_samples", 1)
+    monkeypatch.setattr(CONFIG, "max_rounds", 1)
+
+
+@pytest.fixture
+def count_tunings(quick_tuning: None) -> Iterator[Callable[[], int]]:
+    """How many tunings have ended since the test began, by the log line that each one leaves."""
+    from tune_jax import logger
+
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield lambda: sum(line.startswith("tuned ") for line in lines)
+    logger.setLevel(before)
+    logger.removeHandler(handler)

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
-from tune_jax._call import (
-    Call,
-    bind_arguments,
-    describe_call,
-    is_concrete,
-    is_dynamic,
-    is_number,
-    split_fixed,
-)
-from tune_jax._outline import static_numbers
+from tune_jax._call import Call, bind_arguments, describe_call, split_fixed
+from tune_jax._jax import shaped
+from tune_jax._leaves import is_concrete, is_dynamic, is_number
+from tune_jax._outline import Describe, static_numbers
 from tune_jax._records import Tunable
 from tune_jax._space import Space, check_names, read_space
 
@@ -30,34 +25,55 @@ def make_call(tunable: Tunable, args: Sequence[Any], kwargs: Mapping[str, Any]) 
       NoCandidateError: no candidate can be traced.
     """
     arguments = bind_arguments(tunable, args, kwargs)
-    space = _space_for(tunable, args, kwargs)
+    space = _space_for(tunable, arguments, args, kwargs)
     own, fixed = split_fixed(tunable, arguments, space.names)
     own = {name: jax.tree.map(_as_leaf, value) for name, value in own.items()}
 
     def describe(static_leaves: frozenset[int]) -> tuple[Call, list[Any]]:
         return describe_call(tunable, space, own, fixed, static_leaves=static_leaves)
 
-    loose, _ = describe(frozenset())
+    loose, values = describe(frozenset())
     leaves = jax.tree.leaves(tuple(own.values()))
     numbers = frozenset(index for index in loose.dynamic_indices if is_number(leaves[index]))
-    return describe(_settle_numbers(loose, describe, numbers)) if numbers else describe(frozenset())
+    if not numbers:
+        return loose, values
+    avals = tuple(shaped(jax.typeof(value)) for value in values)
+    return describe(_settle_numbers(loose, avals, describe, numbers))
 
 
-def _settle_numbers(loose: Call, describe: Any, numbers: frozenset[int]) -> frozenset[int]:
-    known: dict[tuple[Call, frozenset[int]], frozenset[int]] = loose.tunable.state.setdefault("numbers", {})
-    key = (loose, numbers)
+def _settle_numbers(loose: Call, avals: tuple[Any, ...], describe: Describe, numbers: frozenset[int]) -> frozenset[int]:
+    known: dict[Any, frozenset[int]] = loose.tunable.state.setdefault("numbers", {})
+    key = (loose, avals, numbers)
     if key not in known:
         known[key] = static_numbers(describe, numbers)
     return known[key]
 
 
-def _space_for(tunable: Tunable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Space:
+def _space_for(tunable: Tunable, arguments: Mapping[str, Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Space:
     if isinstance(tunable.space, Space):
         return tunable.space
-    abstract_args, abstract_kwargs = jax.tree.map(_as_struct, (tuple(args), dict(kwargs)))
+    grid_args, grid_kwargs = _grid_arguments(tunable, arguments, args, kwargs)
+    abstract_args, abstract_kwargs = jax.tree.map(_as_struct, (tuple(grid_args), dict(grid_kwargs)))
     space = read_space(tunable.space(*abstract_args, **abstract_kwargs))
     check_names(space, tunable.signature, tunable.name)
     return space
+
+
+def _grid_arguments(
+    tunable: Tunable, arguments: Mapping[str, Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """What a callable grid is called with: the arguments and defaults that it names, else the call's own."""
+    try:
+        wanted = inspect.signature(tunable.space).parameters.values()
+    except (TypeError, ValueError):
+        return args, kwargs
+    own = tunable.signature.parameters
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    if not all(parameter.kind in by_name and parameter.name in own for parameter in wanted):
+        return args, kwargs
+    defaults = {p.name: p.default for p in own.values() if p.default is not p.empty}
+    known = {**defaults, **arguments}
+    return (), {parameter.name: known[parameter.name] for parameter in wanted if parameter.name in known}
 
 
 def _as_struct(leaf: Any) -> Any:

@@ -9,36 +9,27 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import warnings
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
-from tune_jax._errors import ArgumentError
-from tune_jax._jax import Tracer
+from tune_jax._leaves import Static, is_concrete, is_dynamic, keep_static
 from tune_jax._records import Tunable
-
-_STATIC_SCALARS = (bool, str, bytes)
-
-
-@dataclasses.dataclass(frozen=True)
-class Static:
-    """A value that is part of the call; compared by `key`, which tells 1 from True."""
-
-    value: Any = dataclasses.field(compare=False)
-    key: Hashable
 
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """One `vmap` around a call: the batched dimension of each input, and the axis."""
+    """One `vmap` around a call: the batched dimension of each input, the axis, and which outputs have it.
+
+    `mapped` is None where that is not known; every output then gets the axis.
+    """
 
     dims: tuple[int | None, ...]
     size: int
     axis_name: Hashable
     spmd_axis_name: Hashable
+    mapped: tuple[bool, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +45,7 @@ class Hints:
         return 0
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Call:
     """What a call of a tuned function is, its inputs' shapes apart.
 
@@ -71,6 +62,10 @@ class Call:
     fixed: tuple[tuple[str, Static], ...]
     batches: tuple[Batch, ...] = ()
     hints: Hints = Hints()
+
+    def __repr__(self) -> str:
+        # Shown in the text of every jaxpr that the call is in.
+        return f"{self.tunable.name}({', '.join(self.paths)})"
 
     @property
     def dynamic_indices(self) -> tuple[int, ...]:
@@ -131,7 +126,7 @@ def split_fixed(
     """
     own, given = _split(tunable, arguments, hyperparam_names)
     _check_complete(tunable, own, hyperparam_names)
-    return own, {name: make_static(name, value) for name, value in given.items()}
+    return own, {name: keep_static(tunable, name, value) for name, value in given.items()}
 
 
 def describe_call(
@@ -151,9 +146,8 @@ def describe_call(
     paths = tuple(_readable_path(names, path) for path, _ in leaves_with_paths)
     statics, dynamic = [], []
     for index, (path, leaf) in enumerate(leaves_with_paths):
-        declared = names[path[0].idx] in tunable.static_names
-        if declared or index in static_leaves or not is_dynamic(leaf):
-            statics.append((index, make_static(paths[index], leaf)))
+        if _is_declared(tunable, names, path) or index in static_leaves or not is_dynamic(leaf):
+            statics.append((index, keep_static(tunable, paths[index], leaf)))
         else:
             dynamic.append(leaf)
     call = Call(tunable, space, names, tree, paths, tuple(statics), tuple(fixed.items()))
@@ -179,68 +173,20 @@ def with_batch(call: Call, batch: Batch) -> Call:
     return dataclasses.replace(call, batches=(*call.batches, batch), hints=Hints(hints))
 
 
-def is_dynamic(leaf: Any) -> bool:
-    """Whether a leaf of the arguments is an input of the program by its type."""
-    if isinstance(leaf, _STATIC_SCALARS):
-        return False
-    if isinstance(leaf, int | float | complex | jax.Array | jax.ShapeDtypeStruct):
-        return True
-    if isinstance(leaf, np.ndarray | np.generic):
-        return leaf.dtype.kind not in "OSUMm"
-    return hasattr(leaf, "__jax_array__")
-
-
-def is_number(leaf: Any) -> bool:
-    """Whether a leaf is a Python number, which may turn out to be static."""
-    return isinstance(leaf, int | float | complex) and not isinstance(leaf, bool | np.generic)
-
-
-def is_concrete(value: Any) -> bool:
-    """Whether a dynamic leaf has a value now, rather than only a shape."""
-    return not isinstance(value, Tracer | jax.ShapeDtypeStruct)
-
-
-def describe_aval(value: Any) -> str:
-    """The shape and dtype of an array or abstract value in words: `float32[128,64]`."""
-    return f"{value.dtype}[{','.join(map(str, value.shape))}]"
-
-
-def make_static(label: str, value: Any) -> Static:
-    """Wrap a static value; what cannot be hashed is told apart by its fields or, with a warning, by identity.
-
-    Raises:
-      ArgumentError: the value is a tracer or an array, which only a dynamic argument can be.
-    """
-    if isinstance(value, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
-        raise ArgumentError(
-            f"argument {label} is static but came as {describe_aval(value)}; pass a Python value, or take its name out "
-            "of static_argnames."
-        )
-    try:
-        hash(value)
-    except TypeError:
-        return Static(value, _key_without_hash(label, value))
-    return Static(value, (type(value), value))
-
-
-def _key_without_hash(label: str, value: Any) -> Hashable:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value)]
-        return (type(value), *((name, make_static(f"{label}.{name}", field).key) for name, field in fields))
-    if isinstance(value, list | tuple):
-        return (type(value), *(make_static(f"{label}[{i}]", item).key for i, item in enumerate(value)))
-    if isinstance(value, dict):
-        return (type(value), *((k, make_static(f"{label}[{k!r}]", v).key) for k, v in value.items()))
-    warnings.warn(
-        f"argument {label} of type {type(value).__name__} cannot be hashed, so calls are told apart by which object "
-        "it is: changing it in place is not noticed. Give its type __hash__ and __eq__, or register it as a pytree.",
-        stacklevel=2,
-    )
-    return (type(value), id(value))
+def without_hints(call: Call) -> Call:
+    """Return `call` as caches keep it, so that they do not keep its inputs' values alive."""
+    return dataclasses.replace(call, hints=Hints()) if call.hints.values else call
 
 
 def _readable_path(names: Sequence[str], path: Sequence[Any]) -> str:
     return f"{names[path[0].idx]}{jax.tree_util.keystr(tuple(path[1:]))}"
+
+
+def _is_declared(tunable: Tunable, names: Sequence[str], path: Sequence[Any]) -> bool:
+    name = names[path[0].idx]
+    if name == _variadic_name(tunable.signature):
+        name = path[1].key
+    return name in tunable.static_names
 
 
 def _split(
@@ -262,8 +208,12 @@ def _split(
 
 def _plain_defaults(signature: inspect.Signature) -> dict[str, Any]:
     """Defaults that are static by their type; a call that leaves one out is the call that gives it."""
-    plain = (*_STATIC_SCALARS, type(None))
-    return {p.name: p.default for p in signature.parameters.values() if isinstance(p.default, plain)}
+    defaults = {p.name: p.default for p in signature.parameters.values() if p.default is not p.empty}
+    return {name: value for name, value in defaults.items() if all(map(_is_plain, jax.tree.leaves(value)))}
+
+
+def _is_plain(leaf: Any) -> bool:
+    return not is_dynamic(leaf) and isinstance(leaf, Hashable)
 
 
 def _variadic_name(signature: inspect.Signature) -> str | None:

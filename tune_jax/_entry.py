@@ -8,6 +8,7 @@ them apart first and can therefore take any.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -15,8 +16,9 @@ from typing import Any, Protocol
 import jax
 
 from tune_jax._binding import make_call
-from tune_jax._call import Call, Static, bind_arguments, make_static, select_leaves
+from tune_jax._call import Call, bind_arguments, select_leaves
 from tune_jax._jax import Tracer
+from tune_jax._leaves import Static, make_static
 from tune_jax._primitive import HANDED, bind_call
 from tune_jax._records import Tunable
 from tune_jax._shardings import input_shardings, output_shardings
@@ -25,8 +27,8 @@ Args = Sequence[Any]
 Kwargs = Mapping[str, Any]
 
 
-class MustBeStatic(Exception):
-    """Raised while tracing: an argument came as a tracer, but its value is part of the program."""
+class WrongEntryError(Exception):
+    """Raised while tracing: part of the program came as a tracer, or an input was declared to be part of it."""
 
 
 class Entry(Protocol):
@@ -45,7 +47,8 @@ class Entry(Protocol):
 
 def make_entry(tunable: Tunable) -> Entry:
     """Return the fastest entry that may do for a tuned function."""
-    if tunable.in_shardings is not None or tunable.out_shardings is not None:
+    placed = tunable.in_shardings is not None or tunable.out_shardings is not None
+    if placed or not tunable.static_names | tunable.donated_names <= _declarable(tunable):
         return ByLeaf(tunable)
     return ByName(tunable, tunable.static_names)
 
@@ -56,7 +59,7 @@ class ByName:
     def __init__(self, tunable: Tunable, static_names: frozenset[str]) -> None:
         self._tunable = tunable
         self._static_names = static_names
-        named = _named(tunable, lambda *args, **kwargs: _trace_call(tunable, args, kwargs), tunable.signature)
+        named = _named(tunable, self._trace, tunable.signature)
         donated = tuple(tunable.donated_names)
         self.run: Callable[..., Any] = jax.jit(
             named, static_argnames=tuple(static_names), donate_argnames=donated or None
@@ -69,12 +72,16 @@ class ByName:
     def widened(self, args: Args, kwargs: Kwargs) -> Entry | None:
         """An entry with the parameters declared that these arguments make static; by leaf where names cannot say it."""
         call, _ = make_call(self._tunable, args, kwargs)
-        needed = _static_parameters(call) - self._static_names
-        if needed and _can_declare(call, needed):
-            return ByName(self._tunable, self._static_names | needed)
-        if needed or self._static_names & set(call.input_parameters):
+        given = bind_arguments(self._tunable, args, kwargs)
+        passed = {*given, *call.fixed_values}
+        needed = self._static_names | (_static_parameters(call) & passed)
+        lasting = all(_hashes_by_value(given[name]) for name in needed if name in given)
+        if not lasting or not needed <= _declarable(self._tunable) or needed & set(call.input_parameters):
             return ByLeaf(self._tunable)
-        return None
+        return None if needed == self._static_names else ByName(self._tunable, needed)
+
+    def _trace(self, /, *args: Any, **kwargs: Any) -> Any:
+        return _trace_call(self._tunable, args, kwargs, declared=self._static_names)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +117,7 @@ class ByLeaf:
         self._tunable = tunable
         self._plans: dict[Any, _Plan] = {}
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, /, *args: Any, **kwargs: Any) -> Any:
         """Call the function."""
         jitted, parts, _ = self.stage(args, kwargs)
         return jitted(*parts)
@@ -156,23 +163,18 @@ class ByLeaf:
         )
 
     def _trace(self, frame: _Frame, *inputs: Any) -> Any:
-        return _trace_call(self._tunable, *frame.join(inputs))
+        return _trace_call(self._tunable, *frame.join(inputs), declared=frozenset())
 
 
-def _trace_call(tunable: Tunable, args: Args, kwargs: Kwargs) -> Any:
-    call, _ = make_call(tunable, *_concrete_arguments(args, kwargs))
+def _trace_call(tunable: Tunable, args: Args, kwargs: Kwargs, *, declared: frozenset[str]) -> Any:
+    call, _ = make_call(tunable, *(HANDED.arguments or (args, kwargs)))
     leaves = select_leaves(call, args, kwargs)
     static = [leaves[index] for index, _ in call.statics] + [
         _given(tunable, name, args, kwargs) for name, _ in call.fixed
     ]
-    if any(isinstance(value, Tracer) for value in static):
-        raise MustBeStatic
+    if any(isinstance(value, Tracer) for value in static) or declared & set(call.input_parameters):
+        raise WrongEntryError
     return bind_call(call, [leaves[index] for index in call.dynamic_indices])
-
-
-def _concrete_arguments(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    handed_args, handed_kwargs = HANDED.arguments or ((), None)
-    return (args, kwargs) if handed_kwargs is None else (handed_args, handed_kwargs)
 
 
 def _given(tunable: Tunable, name: str, args: Args, kwargs: Kwargs) -> Any:
@@ -185,17 +187,15 @@ def _static_parameters(call: Call) -> frozenset[str]:
     return frozenset(owners[index] for index, _ in call.statics) | {name for name, _ in call.fixed}
 
 
-def _can_declare(call: Call, names: frozenset[str]) -> bool:
-    declarable = {
-        parameter.name
-        for parameter in call.tunable.signature.parameters.values()
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-    }
-    whole = names.isdisjoint(call.input_parameters)
-    return whole and names <= declarable and all(_is_hashable(static.value) for _, static in call.statics)
+def _declarable(tunable: Tunable) -> frozenset[str]:
+    """The parameters that `jax.jit` can be told of by name."""
+    parameters = tunable.signature.parameters.values()
+    return frozenset(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
 
 
-def _is_hashable(value: Any) -> bool:
+def _hashes_by_value(value: Any) -> bool:
+    if isinstance(value, functools.partial):
+        return False
     try:
         hash(value)
     except TypeError:

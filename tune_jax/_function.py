@@ -10,9 +10,10 @@ from typing import Any
 import jax
 
 from tune_jax._binding import make_call
-from tune_jax._call import is_concrete, with_hints
-from tune_jax._entry import MustBeStatic, make_entry
+from tune_jax._call import with_hints
+from tune_jax._entry import WrongEntryError, make_entry
 from tune_jax._jax import shaped, trace_state_clean
+from tune_jax._leaves import is_concrete
 from tune_jax._lookup import key_of, memory_of, tune_once
 from tune_jax._primitive import HANDED, bind_call
 from tune_jax._records import Tunable
@@ -36,7 +37,7 @@ class TunedFunction:
         self.timing_results = memory_of(tunable).timing_results
         self.optimal_hyperparams = memory_of(tunable).optimal_hyperparams
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Run the winner for these arguments; tune first if nobody has."""
         if not trace_state_clean():
             call, inputs = make_call(self._tunable, args, kwargs)
@@ -44,7 +45,7 @@ class TunedFunction:
         before, HANDED.arguments = HANDED.arguments, (args, kwargs)
         try:
             return self._entry.run(*args, **kwargs)
-        except (MustBeStatic, TypeError, ValueError):
+        except (WrongEntryError, TypeError, ValueError):
             self._widen_entry(args, kwargs)
         finally:
             HANDED.arguments = before
@@ -62,7 +63,7 @@ class TunedFunction:
         """The results of the latest tuning, None before the first."""
         return memory_of(self._tunable).latest
 
-    def tune(self, *args: Any, **kwargs: Any) -> Results:
+    def tune(self, /, *args: Any, **kwargs: Any) -> Results:
         """Tune for these arguments without running the function; `jax.ShapeDtypeStruct`s will do.
 
         Returns the results at hand if these arguments have been tuned for already.
@@ -72,22 +73,22 @@ class TunedFunction:
         assert results is not None, "only a call inside the function itself meets its own tuning"
         return results
 
-    def results_for(self, *args: Any, **kwargs: Any) -> Results | None:
+    def results_for(self, /, *args: Any, **kwargs: Any) -> Results | None:
         """The results that calls with these arguments go by, None if they have not been tuned for."""
         call, inputs = make_call(self._tunable, args, kwargs)
         return memory_of(self._tunable).results.get(key_of(call, _abstract(inputs), _concrete(inputs)))
 
-    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+    def lower(self, /, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lower as a jitted function does; tunes if nobody has, and holds the winner."""
         lowered: jax.stages.Lowered = self._stage("lower", args, kwargs)
         return lowered
 
-    def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
+    def trace(self, /, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """Trace as a jitted function does; tunes only what is differentiated inside."""
         traced: jax.stages.Traced = self._stage("trace", args, kwargs)
         return traced
 
-    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+    def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
         """The shapes and dtypes of the result as `jax.ShapeDtypeStruct`s; never tunes."""
         return self._stage("eval_shape", args, kwargs)
 
@@ -96,7 +97,7 @@ class TunedFunction:
         try:
             jitted, staged_args, staged_kwargs = self._entry.stage(args, kwargs)
             return getattr(jitted, method)(*staged_args, **staged_kwargs)
-        except (MustBeStatic, TypeError, ValueError):
+        except (WrongEntryError, TypeError, ValueError):
             self._widen_entry(args, kwargs)
         finally:
             HANDED.arguments = before

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import ml_dtypes
 import numpy as np
 
-from tune_jax._call import Call, bind_arguments, describe_aval, is_concrete, is_dynamic
+from tune_jax._call import Call, bind_arguments
 from tune_jax._errors import ExampleError
 from tune_jax._jax import key_impl_name
+from tune_jax._leaves import describe_aval, is_concrete, is_dynamic
 
 _BLOCK = 1 << 20
 _LARGEST_INTEGER = 8
@@ -61,7 +62,7 @@ def read_examples(call: Call, avals: Sequence[Any]) -> list[Any]:
     abstract = call.arguments([jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals])
     args = _resolve(asked.example_args, abstract, ())
     kwargs = _resolve(asked.example_kws, abstract, {})
-    examples = bind_arguments(asked, tuple(args), kwargs)
+    examples = _bind_examples(call, args, kwargs)
     unknown = [name for name in examples if name not in call.names]
     if unknown:
         raise ExampleError(
@@ -83,12 +84,31 @@ def _resolve(examples: Any, abstract: dict[str, Any], default: Any) -> Any:
     return examples(**abstract) if callable(examples) else examples
 
 
+def _bind_examples(call: Call, args: Any, kwargs: Any) -> dict[str, Any]:
+    if not isinstance(args, tuple | list):
+        raise ExampleError(f"example_args is of type {type(args).__name__}; expected a tuple of positional arguments.")
+    if not isinstance(kwargs, Mapping):
+        raise ExampleError(f"example_kws is of type {type(kwargs).__name__}; expected a dict of keyword arguments.")
+    try:
+        return bind_arguments(call.tunable, args, kwargs)
+    except TypeError as error:
+        raise ExampleError(
+            f"example_args and example_kws are not arguments that the function takes: {error}; give them as in a call."
+        ) from None
+
+
 def _match_examples(call: Call, avals: Sequence[Any], examples: dict[str, Any]) -> list[Any]:
     found: dict[str, Any] = {}
     for name, value in examples.items():
         for path, leaf in jax.tree_util.tree_leaves_with_path(value):
             if is_dynamic(leaf) and is_concrete(leaf):
                 found[name + jax.tree_util.keystr(path)] = leaf
+    strange = [label for label in found if label not in call.paths]
+    if strange:
+        raise ExampleError(
+            f"example arguments are given for {', '.join(strange)}, but the call passes {', '.join(call.paths)}; give "
+            "examples of the call's structure."
+        )
     for label, aval in zip(call.input_names, avals, strict=True):
         if label in found:
             _check_example(label, found[label], aval)

@@ -11,7 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+from jax._src import config as _config
 from jax._src import core as _core
+from jax._src import profiler as _profiler
+from jax._src import util as _util
+from jax._src.interpreters import batching as _batching
 from jax.extend.core import Primitive, subjaxprs
 from jax.interpreters import ad, batching, mlir, partial_eval
 
@@ -19,6 +23,8 @@ SymbolicZero = ad.Zero
 ShapedArray = jax.core.ShapedArray
 Tracer = jax.core.Tracer
 trace_state_clean: Callable[[], bool] = _core.trace_state_clean
+# All that JAX's own caches of traces go by besides the arguments: settings, axis names and sizes, mesh.
+trace_context: Callable[[], tuple[Any, ...]] = _config.trace_context
 
 _SETTINGS = (
     "jax_default_matmul_precision",
@@ -36,14 +42,49 @@ def make_primitive(name: str) -> Primitive:
     return primitive
 
 
+def hold_weakly(kind: type) -> None:
+    """Keep parameters of this type out of JAX's global cache of abstract values, which would keep them alive."""
+    _util.weakref_cache_key_types.add(kind)
+
+
 def register_batching(primitive: Primitive, rule: Callable[..., Any]) -> None:
     """Register `rule(axis, args, dims, **params)`; `axis` has `size`, `name` and `spmd_name`."""
     batching.fancy_primitive_batchers[primitive] = rule
 
 
+def is_named(axis: Any) -> bool:
+    """Whether a batching rule's axis has a name that collectives can use."""
+    return axis.name is not _core.no_axis_name
+
+
+def is_batched(value: Any) -> bool:
+    """Whether a value inside a function under `jax.vmap` has the mapped axis."""
+    return isinstance(value, _batching.BatchTracer) and value.batch_dim is not None
+
+
 def register_jvp(primitive: Primitive, rule: Callable[..., Any]) -> None:
     """Register `rule(primals, tangents, **params)`; tangents may be symbolic zeros."""
     ad.primitive_jvps[primitive] = rule
+
+
+def register_transpose(primitive: Primitive, rule: Callable[..., Any]) -> None:
+    """Register `rule(cotangents, *args, **params)`, where the linear ones among `args` are placeholders."""
+    ad.primitive_transposes[primitive] = rule
+
+
+def is_linear_input(value: Any) -> bool:
+    """Whether an argument of a transpose rule stands for an input to be transposed."""
+    return bool(ad.is_undefined_primal(value))
+
+
+def zero_tangent(value: Any) -> Any:
+    """The symbolic zero among the tangents of `value`."""
+    return ad.Zero(jax.typeof(value).to_tangent_aval())
+
+
+def instantiate(cotangent: Any) -> Any:
+    """A cotangent as an array, symbolic zeros included."""
+    return ad.instantiate_zeros(cotangent)
 
 
 def register_lowering(primitive: Primitive, rule: Callable[..., Any]) -> None:
@@ -52,8 +93,15 @@ def register_lowering(primitive: Primitive, rule: Callable[..., Any]) -> None:
 
 
 def lower_inline(context: Any, function: Callable[..., Sequence[Any]], args: Sequence[Any]) -> Any:
-    """Lower `function` in place, as if the program had called it itself."""
-    return mlir.lower_fun(function, multiple_results=True)(context, *args)
+    """Lower `function` in place, as if the program had called it itself: without what its results do not need."""
+
+    def needed(*values: Any) -> Sequence[Any]:
+        closed = jax.make_jaxpr(function)(*values)
+        wanted = [True] * len(closed.jaxpr.outvars)
+        jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, wanted, instantiate=True)
+        return _core.eval_jaxpr(jaxpr, closed.consts, *values)
+
+    return mlir.lower_fun(needed, multiple_results=True)(context, *args)
 
 
 def lowering_platforms(context: Any) -> tuple[str, ...]:
@@ -82,6 +130,16 @@ def shaped(aval: Any) -> Any:
     return ShapedArray(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 
+def struct_of(aval: Any) -> jax.ShapeDtypeStruct:
+    """What `jax.jit(...).trace` takes for an abstract value, with what is known of its place on the ambient mesh."""
+    weak = getattr(aval, "weak_type", False)
+    if aval.sharding.mesh.empty:
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak)
+    return jax.ShapeDtypeStruct(
+        aval.shape, aval.dtype, weak_type=weak, sharding=aval.sharding, manual_axis_type=aval.manual_axis_type
+    )
+
+
 def key_impl_name(dtype: Any) -> str:
     """The name of the generator behind a PRNG key dtype, as `jax.random.wrap_key_data` takes it."""
     return str(dtype._impl.name)
@@ -89,8 +147,8 @@ def key_impl_name(dtype: Any) -> str:
 
 @contextlib.contextmanager
 def outside_traces() -> Iterator[None]:
-    """Leave the ambient trace: inside, arrays are concrete, and programs compile, run and may return NaN."""
-    with jax.core.eval_context(), jax.debug_nans(False), jax.disable_jit(False):
+    """Leave the ambient trace: inside, arrays are concrete, and programs compile, run and may return NaN or inf."""
+    with jax.core.eval_context(), jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
         yield
 
 
@@ -114,6 +172,29 @@ def is_jitted(function: Any) -> bool:
     return hasattr(function, "_jit_info") and hasattr(function, "lower")
 
 
+def abandon_trace(folder: str) -> None:
+    """Forget the profiler's session that writes to `folder` if it still is one, so that another can start.
+
+    JAX keeps a session for good whose trace could not be written, or whose stop was interrupted.
+    """
+    state = _profiler._profile_state
+    with state.lock:
+        # jax 0.10 has the session's folder in the state itself.
+        session = getattr(state, "session", state)
+        if session is not None and session.log_dir == folder:
+            state.reset()
+
+
+def lowered_devices(lowered: Any) -> tuple[int, ...]:
+    """Ids of the devices that a lowered program is to be compiled for; its text does not say them."""
+    return tuple(device.id for device in lowered._lowering._device_list or ())
+
+
+def has_host_callbacks(lowered: Any) -> bool:
+    """Whether a lowered program calls Python functions of the host; its text does not say which."""
+    return bool(lowered._lowering.compile_args["host_callbacks"])
+
+
 def jit_statics(function: Any) -> frozenset[str]:
     """Names of a jitted function's static parameters."""
     return _named_parameters(function, "static_argnames", "static_argnums")
@@ -126,6 +207,8 @@ def jit_donations(function: Any) -> frozenset[str]:
 
 def _named_parameters(function: Any, names_field: str, numbers_field: str) -> frozenset[str]:
     info = function._jit_info
-    parameters = list(info.fun_signature.parameters) if info.fun_signature else []
-    by_number = {parameters[i] for i in getattr(info, numbers_field) if -len(parameters) <= i < len(parameters)}
-    return frozenset(getattr(info, names_field)) | by_number
+    parameters = list(info.fun_signature.parameters.values()) if info.fun_signature else []
+    numbered = [parameters[i] for i in getattr(info, numbers_field) if -len(parameters) <= i < len(parameters)]
+    # One of *args cannot be said by name, and the name would mean all of them.
+    named = {parameter.name for parameter in numbered if parameter.kind is not parameter.VAR_POSITIONAL}
+    return frozenset(getattr(info, names_field)) | named

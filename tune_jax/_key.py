@@ -9,8 +9,9 @@ from typing import Any
 
 import jax
 
-from tune_jax._call import Call, describe_aval
+from tune_jax._call import Call, without_hints
 from tune_jax._jax import ShapedArray, default_device_setting, settings
+from tune_jax._leaves import describe_aval
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Key:
 def make_key(call: Call, avals: Sequence[Any], *, placement: Sequence[str], device: str) -> Key:
     """Make the key of a call under the caller's present settings."""
     plain = tuple(ShapedArray(aval.shape, aval.dtype) for aval in avals)
-    return Key(call, plain, tuple(placement), device, settings())
+    return Key(without_hints(call), plain, tuple(placement), device, settings())
 
 
 def describe_arguments(call: Call, avals: Sequence[Any]) -> str:

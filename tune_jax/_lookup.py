@@ -32,10 +32,11 @@ class Memory:
 
     def keep(self, key: Key, results: Results) -> None:
         """Remember results as the latest, and show them in the two dicts."""
-        self.results[key] = results
-        self.latest = results
-        _replace(self.timing_results, results.timing_results())
-        _replace(self.optimal_hyperparams, dict(results.best.hyperparams))
+        with self.changed:
+            self.results[key] = results
+            self.latest = results
+            _replace(self.timing_results, results.timing_results())
+            _replace(self.optimal_hyperparams, dict(results.best.hyperparams))
 
 
 def memory_of(tunable: Tunable) -> Memory:
@@ -49,20 +50,21 @@ def find_winner(
 ) -> Candidate:
     """Return the candidate that this call shall run, tuning if nobody has.
 
-    A call with nothing to choose is not tuned, and one for a platform that is not here takes the first candidate.
-    A thread that meets a key which it is tuning already takes the first candidate too.
+    A call with nothing to choose is not tuned, and one for a platform that is not here, or of shapes that an exported
+    program leaves open, takes the first candidate. A thread that meets a key which it is tuning already does so too.
     """
     choices = candidates_of(call)
     if len(choices) == 1 and call.fixed:
         return choices[0]
+    sized = all(isinstance(size, int) for aval in avals for size in aval.shape)
     with _on_platform(platforms or [default_device().platform]) as here:
-        if here:
+        if here and sized:
             results = tune_once(call, avals, given)
             return outline(call, avals).first if results is None else _as_candidate(results)
     first = outline(call, avals).first
+    lacking = f"no {' or '.join(platforms or ())} device is here to tune on" if sized else "its shapes are left open"
     warnings.warn(
-        f"{call.tunable.name}: no {' or '.join(platforms or ())} device is here to tune on, so the first candidate, "
-        f"{dict(first.hyperparams)}, is used.",
+        f"{call.tunable.name}: {lacking}, so the first candidate, {dict(first.hyperparams)}, is used.",
         stacklevel=2,
     )
     return first

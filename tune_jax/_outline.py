@@ -9,13 +9,13 @@ from typing import Any
 
 import jax
 
-from tune_jax._call import Call
+from tune_jax._call import Batch, Call, with_batch, without_hints
 from tune_jax._errors import NoCandidateError
 from tune_jax._failure import attempt, summarise
-from tune_jax._jax import dynamic_grid_bounds, shaped, used_inputs
+from tune_jax._jax import dynamic_grid_bounds, shaped, struct_of, trace_context, used_inputs
 from tune_jax._records import Candidate, Failure
 from tune_jax._space import list_candidates
-from tune_jax._wrap import wrap
+from tune_jax._wrap import mapped_outputs, wrap
 
 Describe = Callable[[frozenset[int]], tuple[Call, list[Any]]]
 
@@ -47,15 +47,34 @@ def outline(call: Call, avals: Sequence[Any]) -> Outline:
       NoCandidateError: no candidate can be traced.
     """
     known: dict[Any, Outline] = call.tunable.state.setdefault("outlines", {})
-    key = (call, tuple(avals))
+    key = (without_hints(call), tuple(avals), trace_context())
     if key not in known:
-        known[key] = _trace_first(call, avals)
+        first, traced = _first_that_traces(call, lambda candidate: _trace(call, candidate, avals))
+        known[key] = _read_outline(first, traced)
     return known[key]
+
+
+def batched_call(call: Call, batch: Batch, avals: Sequence[Any]) -> tuple[Call, tuple[bool, ...]]:
+    """Return `call` with one more vmap around it, and which outputs then have the new axis.
+
+    `avals` are those of the inputs, with the axis where `batch` says so.
+
+    Raises:
+      NoCandidateError: no candidate can be traced.
+    """
+    known: dict[Any, tuple[bool, ...]] = call.tunable.state.setdefault("mapped", {})
+    key = (without_hints(call), batch, tuple(avals), trace_context())
+    if key not in known:
+        structs = abstract_inputs(avals)
+        _, known[key] = _first_that_traces(
+            call, lambda candidate: mapped_outputs(wrap(call, candidate.hyperparams, name="outline"), batch, structs)
+        )
+    return with_batch(call, dataclasses.replace(batch, mapped=known[key])), known[key]
 
 
 def abstract_inputs(avals: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
     """Abstract values as the structs that `jax.jit(...).trace` takes."""
-    return [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False)) for a in avals]
+    return [struct_of(aval) for aval in avals]
 
 
 def static_numbers(describe: Describe, numbers: frozenset[int]) -> frozenset[int]:
@@ -92,12 +111,12 @@ def _try_first(describe: Describe, static: frozenset[int]) -> Outline | None:
     return None if isinstance(traced, Failure) else _read_outline(candidate, traced)
 
 
-def _trace_first(call: Call, avals: Sequence[Any]) -> Outline:
+def _first_that_traces(call: Call, trace: Callable[[Candidate], Any]) -> tuple[Candidate, Any]:
     failures: dict[int, Failure] = {}
     for candidate in candidates_of(call):
-        traced = attempt("trace", functools.partial(_trace, call, candidate, avals))
+        traced = attempt("trace", functools.partial(trace, candidate))
         if not isinstance(traced, Failure):
-            return _read_outline(candidate, traced)
+            return candidate, traced
         failures[candidate.id] = traced
     raise NoCandidateError(summarise(failures))
 
@@ -110,7 +129,7 @@ def _read_outline(candidate: Candidate, traced: Any) -> Outline:
     return Outline(
         candidate,
         jax.tree.structure(traced.out_info),
-        tuple(shaped(aval) for aval in traced.jaxpr.out_avals),
+        tuple(traced.jaxpr.out_avals),
         traced.jaxpr.effects,
         used_inputs(traced.jaxpr),
         dynamic_grid_bounds(traced.jaxpr),

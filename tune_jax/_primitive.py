@@ -7,7 +7,6 @@ what the forward pass keeps for the backward pass may differ by candidate.
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,9 +14,10 @@ from typing import Any
 import jax
 
 from tune_jax import _jax
-from tune_jax._call import Batch, Call, is_concrete, select_leaves, with_batch
+from tune_jax._call import Batch, Call, select_leaves, without_hints
+from tune_jax._leaves import is_concrete
 from tune_jax._lookup import find_winner
-from tune_jax._outline import outline
+from tune_jax._outline import abstract_inputs, batched_call, outline
 from tune_jax._records import Candidate
 from tune_jax._wrap import wrap_flat
 
@@ -26,36 +26,32 @@ tuned_call_p = _jax.make_primitive("tuned_call")
 
 def bind_call(call: Call, inputs: Sequence[Any]) -> Any:
     """Make the tuned call in the ambient trace and return its result."""
-    avals = [_jax.shaped(jax.typeof(value)) for value in inputs]
     leaves = tuned_call_p.bind(*inputs, call=call)
-    return jax.tree.unflatten(outline(call, avals).tree, leaves)
+    return jax.tree.unflatten(outline(call, [jax.typeof(value) for value in inputs]).tree, leaves)
 
 
 class _Handed(threading.local):
-    """The arguments of the call that this thread is making, for the next tuned call that it lowers.
+    """The arguments of the call that this thread is making, `(args, kwargs)`, for the tuned call that it lowers."""
 
-    `arguments` is `(args, kwargs)` as the user gave them, or `(inputs, None)`.
-    """
-
-    arguments: tuple[Sequence[Any], Mapping[str, Any] | None] | None = None
+    arguments: tuple[Sequence[Any], Mapping[str, Any]] | None = None
 
 
 HANDED = _Handed()
 
 
-def _take_inputs(call: Call, avals: Sequence[Any]) -> list[Any]:
+def _take_inputs(call: Call) -> Sequence[Any]:
+    """The inputs' values as far as they are known."""
     taken, HANDED.arguments = HANDED.arguments, None
-    values = call.hints.values if taken is None else _read_inputs(call, *taken)
+    if taken is None:
+        return call.hints.values
+    leaves = select_leaves(call, *taken)
+    return [leaves[index] for index in call.dynamic_indices]
+
+
+def _keep_fitting(values: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
     if len(values) != len(avals):
         return [None] * len(avals)
     return [value if _fits(value, aval) else None for value, aval in zip(values, avals, strict=True)]
-
-
-def _read_inputs(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Sequence[Any]:
-    if kwargs is None:
-        return args
-    leaves = select_leaves(call, args, kwargs)
-    return [leaves[index] for index in call.dynamic_indices]
 
 
 def _fits(value: Any, aval: Any) -> bool:
@@ -66,50 +62,91 @@ def _fits(value: Any, aval: Any) -> bool:
 
 
 def _run(*inputs: Any, call: Call) -> Any:
-    if _jax.jit_is_disabled():
-        avals = [_jax.shaped(jax.typeof(value)) for value in inputs]
-        return _flat(call, find_winner(call, avals, inputs))(*inputs)
-    jitted = _cached(call, None, lambda: jax.jit(functools.partial(tuned_call_p.bind, call=call)))
-    before, HANDED.arguments = HANDED.arguments, (inputs, None)
-    try:
-        return jitted(*inputs)
-    finally:
-        HANDED.arguments = before
+    return _placed_winner(call, inputs)(*inputs)
 
 
 def _abstract(*avals: Any, call: Call) -> tuple[list[Any], Any]:
-    found = outline(call, [_jax.shaped(aval) for aval in avals])
+    found = outline(call, avals)
     return list(found.avals), found.effects
 
 
-def _batch(axis: Any, inputs: Sequence[Any], dims: Sequence[int | None], *, call: Call) -> tuple[Any, list[int]]:
+def _batch(axis: Any, inputs: Sequence[Any], dims: Sequence[int | None], *, call: Call) -> tuple[Any, list[int | None]]:
+    if not _jax.is_named(axis) and all(dim is None for dim in dims):
+        leaves = tuned_call_p.bind(*inputs, call=call)
+        return leaves, [None] * len(leaves)
     batch = Batch(tuple(dims), axis.size, axis.name, axis.spmd_name)
-    leaves = tuned_call_p.bind(*inputs, call=with_batch(call, batch))
-    return leaves, [0] * len(leaves)
+    batched, mapped = batched_call(call, batch, [jax.typeof(value) for value in inputs])
+    return tuned_call_p.bind(*inputs, call=batched), [0 if moves else None for moves in mapped]
 
 
 def _differentiate(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call) -> tuple[Any, Any]:
-    avals = [_jax.shaped(jax.typeof(value)) for value in primals]
-    given = _take_inputs(call, avals)
-    known = [value if is_concrete(value) else other for value, other in zip(primals, given, strict=True)]
-    winner = _cached_jit(call, find_winner(call, avals, known))
+    winner = _placed_winner(call, primals)
     moving = [index for index, tangent in enumerate(tangents) if type(tangent) is not _jax.SymbolicZero]
+    along = _along(winner, primals, moving)
+    return _push_forward(along, [primals[index] for index in moving], [tangents[index] for index in moving])
+
+
+def _push_forward(
+    function: Callable[..., tuple[Any, ...]], primals: Sequence[Any], tangents: Sequence[Any]
+) -> tuple[list[Any], list[Any]]:
+    """As `jax.jvp`, but outputs that do not move keep symbolic zeros, which a zero array is not the same as.
+
+    A zero array times the infinite slope of, say, a square root further on would be NaN.
+    """
+    moved: set[int] = set()
+
+    @jax.custom_jvp
+    def note(*outputs: Any) -> tuple[Any, ...]:
+        return outputs
+
+    def note_slopes(outputs: Any, slopes: Any) -> tuple[Any, Any]:
+        zero = jax.custom_derivatives.SymbolicZero
+        moved.update(index for index, slope in enumerate(slopes) if not isinstance(slope, zero))
+        return outputs, slopes
+
+    note.defjvp(note_slopes, symbolic_zeros=True)
+    values, slopes = jax.jvp(lambda *inputs: note(*function(*inputs)), tuple(primals), tuple(tangents))
+    pairs = enumerate(zip(values, slopes, strict=True))
+    return list(values), [slope if i in moved else _jax.zero_tangent(value) for i, (value, slope) in pairs]
+
+
+def _transpose(cotangents: Sequence[Any], *inputs: Any, call: Call) -> list[Any]:
+    linear = [index for index, value in enumerate(inputs) if _jax.is_linear_input(value)]
+    avals = [value.aval if index in linear else jax.typeof(value) for index, value in enumerate(inputs)]
+    known = [None if index in linear else value for index, value in enumerate(inputs)]
+    winner = _cached_jit(call, find_winner(call, [_jax.shaped(aval) for aval in avals], known))
+    back = jax.linear_transpose(_along(winner, known, linear), *abstract_inputs([avals[index] for index in linear]))
+    found = dict(zip(linear, back(tuple(map(_jax.instantiate, cotangents))), strict=True))
+    return [found.get(index) for index in range(len(inputs))]
+
+
+def _along(
+    function: Callable[..., Any], inputs: Sequence[Any], moving: Sequence[int]
+) -> Callable[..., tuple[Any, ...]]:
+    """`function` of its `moving` inputs alone."""
 
     def along(*values: Any) -> tuple[Any, ...]:
-        inputs = list(primals)
+        joined = list(inputs)
         for index, value in zip(moving, values, strict=True):
-            inputs[index] = value
-        return tuple(winner(*inputs))
+            joined[index] = value
+        return tuple(function(*joined))
 
-    values, slopes = jax.jvp(along, tuple(primals[i] for i in moving), tuple(tangents[i] for i in moving))
-    return list(values), list(slopes)
+    return along
 
 
 def _lower(context: Any, *inputs: Any, call: Call) -> Any:
     avals = [_jax.shaped(aval) for aval in context.avals_in]
-    given = _take_inputs(call, avals)
+    given = _keep_fitting(_take_inputs(call), avals)
     winner = find_winner(call, avals, given, platforms=_jax.lowering_platforms(context))
     return _jax.lower_inline(context, _flat(call, winner), inputs)
+
+
+def _placed_winner(call: Call, inputs: Sequence[Any]) -> Any:
+    """The winner for inputs that are here, tracers or not, as a jitted function."""
+    avals = [_jax.shaped(jax.typeof(value)) for value in inputs]
+    hints = _keep_fitting(call.hints.values, avals)
+    known = [value if is_concrete(value) else hint for value, hint in zip(inputs, hints, strict=True)]
+    return _cached_jit(call, find_winner(call, avals, known))
 
 
 def _flat(call: Call, candidate: Candidate) -> Callable[..., Any]:
@@ -117,18 +154,17 @@ def _flat(call: Call, candidate: Candidate) -> Callable[..., Any]:
 
 
 def _cached_jit(call: Call, candidate: Candidate) -> Any:
-    return _cached(call, candidate.id, lambda: jax.jit(_flat(call, candidate), inline=True))
-
-
-def _cached(call: Call, part: Any, make: Callable[[], Any]) -> Any:
     known = call.tunable.state.setdefault("jitted", {})
-    if (call, part) not in known:
-        known[call, part] = make()
-    return known[call, part]
+    key = (without_hints(call), candidate.id)
+    if key not in known:
+        known[key] = jax.jit(_flat(without_hints(call), candidate), inline=True)
+    return known[key]
 
 
 tuned_call_p.def_impl(_run)
 tuned_call_p.def_effectful_abstract_eval(_abstract)
 _jax.register_batching(tuned_call_p, _batch)
 _jax.register_jvp(tuned_call_p, _differentiate)
+_jax.register_transpose(tuned_call_p, _transpose)
 _jax.register_lowering(tuned_call_p, _lower)
+_jax.hold_weakly(Call)

@@ -111,6 +111,7 @@ def _measure_all(call: Call, built: Built, inputs: Sequence[Any], platform: str)
     with GATE.measuring(), progress_bar(f"timing {asked.name}", len(programs), wanted=asked.progress) as advance:
         try:
             samples = _run_rounds(call, programs, device_timer, advance)
+            _check_seen(call, samples, failures)
             notes: tuple[str, ...] = ()
         except ProfileError as error:
             if not CONFIG.allow_fallback_timing:
@@ -143,7 +144,14 @@ def _launchable(program: Program, inputs: Sequence[Any], failures: dict[int, Fai
         if isinstance(outcome, Failure):
             failures[program.id] = outcome
 
-    return Launchable(program.id, program.module, launch)
+    return Launchable(program.id, program.module, launch, lambda: program.id in failures)
+
+
+def _check_seen(call: Call, samples: Mapping[int, Samples], failures: Mapping[int, Failure]) -> None:
+    """Raise ProfileError if the trace has times for no program, which no filter explains."""
+    ran = [sample for key, sample in samples.items() if key not in failures]
+    if ran and call.tunable.kernel_filter is None and not any(map(is_usable, ran)):
+        raise ProfileError("the profiler's trace shows no device time for any candidate")
 
 
 def _unseen(call: Call, samples: Samples) -> Failure:

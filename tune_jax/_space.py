@@ -11,7 +11,7 @@ import inspect
 import itertools
 import math
 import random
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 from tune_jax._errors import HyperparamsError, HyperparamsTypeError
@@ -33,12 +33,14 @@ class Space:
 
 
 def read_space(hyperparams: Any) -> Space:
-    """Read a dict of choices or a list of such dicts.
+    """Read a dict of choices or a list of such dicts; a space that has been read already stays as it is.
 
     Raises:
       HyperparamsTypeError: `hyperparams`, a name or a value has the wrong type.
       HyperparamsError: a list of choices is empty.
     """
+    if isinstance(hyperparams, Space):
+        return hyperparams
     if hyperparams is None:
         return Space(((),))
     if isinstance(hyperparams, Mapping):
@@ -90,7 +92,7 @@ def list_candidates(
     Raises:
       HyperparamsError: no combination is left.
     """
-    candidates = list(_distinct(_combinations(space, fixed)))
+    candidates = list(_distinct(_combinations(space, fixed), fixed))
     if all(name in fixed for name in space.names):
         return candidates[:1]
     kept = [c for c in candidates if where is None or _holds(where, c.hyperparams)]
@@ -130,7 +132,7 @@ def _read_choices(label: str, value: Any) -> tuple[Any, ...]:
         raise HyperparamsError(f"{label} is empty; give at least one value or drop the name.")
     for index, choice in enumerate(choices):
         _check_hashable(f"{label}[{index}]" if len(choices) > 1 else label, choice)
-    distinct = {(type(choice), choice): choice for choice in choices}
+    distinct = {_tell_apart(choice): choice for choice in choices}
     return tuple(distinct.values())
 
 
@@ -141,7 +143,7 @@ def _spread(label: str, value: Any) -> Iterable[Any]:
         )
     if isinstance(value, list | tuple | range | Iterator):
         return [_as_scalar(choice) for choice in value]
-    if hasattr(value, "ndim") and hasattr(value, "tolist"):
+    if _is_array(value):
         if value.ndim > 1:
             raise HyperparamsTypeError(
                 f"{label} is an array of shape {tuple(value.shape)}; expected one dimension, a choice an element."
@@ -151,9 +153,18 @@ def _spread(label: str, value: Any) -> Iterable[Any]:
 
 
 def _as_scalar(choice: Any) -> Any:
-    if hasattr(choice, "ndim") and hasattr(choice, "item") and choice.ndim == 0:
-        return choice.item()
-    return choice
+    return choice.item() if _is_array(choice) and choice.ndim == 0 else choice
+
+
+def _is_array(value: Any) -> bool:
+    # numpy.float32, the class, has the attributes of an array of no dimension as well.
+    return hasattr(value, "ndim") and hasattr(value, "tolist") and not isinstance(value, type)
+
+
+def _tell_apart(choice: Any) -> Hashable:
+    """What to compare a choice by: its value and the types in it, so that 1, True and 1.0 are three."""
+    inner = tuple(_tell_apart(part) for part in choice) if isinstance(choice, tuple) else choice
+    return (type(choice), inner)
 
 
 def _check_hashable(label: str, choice: Any) -> None:
@@ -174,10 +185,12 @@ def _combinations(space: Space, fixed: Mapping[str, Any]) -> Iterator[Candidate]
             yield Candidate(next(number), chosen | dict(fixed))
 
 
-def _distinct(candidates: Iterable[Candidate]) -> Iterator[Candidate]:
+def _distinct(candidates: Iterable[Candidate], fixed: Collection[str]) -> Iterator[Candidate]:
+    # Fixed values are the same in all, and unlike choices they may be such that cannot be hashed.
     seen = set()
     for candidate in candidates:
-        key = frozenset((name, type(value), value) for name, value in candidate.hyperparams.items())
+        chosen = ((name, value) for name, value in candidate.hyperparams.items() if name not in fixed)
+        key = frozenset((name, _tell_apart(value)) for name, value in chosen)
         if key not in seen:
             seen.add(key)
             yield candidate

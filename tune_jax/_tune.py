@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from tune_jax._errors import HyperparamsError, OptionError
@@ -50,7 +51,8 @@ def tune(
       function: what to tune. Every candidate must return the same structure, shapes and dtypes. Left out, a
         decorator is returned.
       hyperparams: the grid: a dict from parameter names to lists of choices, a list of such dicts, or a callable that
-        takes the call's arguments, arrays as `jax.ShapeDtypeStruct`, and returns either. A value that is no list,
+        takes those of the call's arguments and defaults that it names, arrays as `jax.ShapeDtypeStruct`, and returns
+        either; one whose names are not the function's is called as the function is. A value that is no list,
         tuple, range, iterator or array is a single choice. Left out, the function is only timed.
       where: predicate over hyperparameters, by name; combinations for which it is false are dropped.
       max_workers: threads that compile; by default as many as this process may use cores.
@@ -75,28 +77,28 @@ def tune(
       HyperparamsTypeError: the grid, a name or a value is of the wrong type. A TypeError.
       OptionError: another option has a value that it does not take. A ValueError.
     """
+    # Read at once, so that a generator serves every function that a decorator is put on.
+    hyperparams = hyperparams if callable(hyperparams) else read_space(hyperparams)
     if function is None:
         given = {name: value for name, value in locals().items() if name != "function"}
         return functools.partial(tune, **given)
     _check_function(function)
-    statics = jit_statics(function) if is_jitted(function) else frozenset()
-    donated = jit_donations(function) if is_jitted(function) else frozenset()
+    statics, donated = _read_jit(function)
     function = _open_jitted(function, hyperparams)
     signature = _read_signature(function)
-    name = getattr(function, "__name__", None) or type(function).__name__
-    space = hyperparams if callable(hyperparams) else read_space(hyperparams)
-    if not callable(space):
-        check_names(space, signature, name)
+    name = _read_name(function)
+    if not callable(hyperparams):
+        check_names(hyperparams, signature, name)
     return TunedFunction(
         Tunable(
             function=function,
             name=name,
             signature=signature,
-            space=space,
-            where=where,
+            space=hyperparams,
+            where=_read_where(where),
             sample_num=read_sample_num(sample_num),
-            seed=seed,
-            static_names=statics | ({static_argnames} if isinstance(static_argnames, str) else set(static_argnames)),
+            seed=_read_seed(seed),
+            static_names=statics | _read_static_names(static_argnames, signature, name),
             donated_names=donated,
             in_shardings=in_shardings,
             out_shardings=out_shardings,
@@ -116,25 +118,49 @@ def _check_function(function: Any) -> None:
             f"tune got {function!r} of type {type(function).__name__}; expected a function. Give the grid as "
             "tune(function, hyperparams=...) or @tune(hyperparams=...)."
         )
-    if isinstance(function, TunedFunction) or isinstance(getattr(function, "__wrapped__", None), TunedFunction):
+    inside = function.__wrapped__ if is_jitted(function) else function
+    if isinstance(inside, TunedFunction):
         raise OptionError(
             f"{getattr(function, '__name__', function)!r} is tuned already; put all of its hyperparameters into one "
             "tune, or tune the function that it wraps."
         )
 
 
-def _open_jitted(function: Callable[..., Any], hyperparams: Any) -> Callable[..., Any]:
-    """Take a jitted function as it is if its hyperparameters are static there, else the function inside."""
-    if not is_jitted(function) or callable(hyperparams):
+def _read_jit(function: Callable[..., Any]) -> tuple[frozenset[str], frozenset[str]]:
+    """The names that a jitted function or method has static, and those it donates."""
+    jitted = function.__func__ if isinstance(function, types.MethodType) else function
+    if not is_jitted(jitted):
+        return frozenset(), frozenset()
+    bound = frozenset() if jitted is function else frozenset(list(inspect.signature(jitted).parameters)[:1])
+    return jit_statics(jitted) - bound, jit_donations(jitted) - bound
+
+
+def _open_jitted(function: Callable[..., Any], space: Any) -> Callable[..., Any]:
+    """Take a jitted function as it is if its hyperparameters are known to be static there, else the function inside."""
+    if isinstance(function, types.MethodType):
+        return types.MethodType(_open_jitted(function.__func__, space), function.__self__)
+    if not is_jitted(function):
         return function
-    space = read_space(hyperparams)
+    if callable(space):
+        return _inside_jit(function)
     lacking = [name for name in space.names if name not in jit_statics(function)]
     if lacking and len({frozenset(name for name, _ in grid) for grid in space.grids}) > 1:
         raise HyperparamsError(
             f"the grids in hyperparams have different names, and the jitted function traces {', '.join(lacking)}; name "
             "them in its static_argnames, or tune the function before jax.jit."
         )
-    return inspect.unwrap(function, stop=lambda inner: not is_jitted(inner)) if lacking else function
+    return _inside_jit(function) if lacking else function
+
+
+def _inside_jit(function: Callable[..., Any]) -> Callable[..., Any]:
+    inside: Callable[..., Any] = inspect.unwrap(function, stop=lambda inner: not is_jitted(inner))
+    return inside
+
+
+def _read_name(function: Callable[..., Any]) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def _read_signature(function: Callable[..., Any]) -> inspect.Signature:
@@ -143,6 +169,36 @@ def _read_signature(function: Callable[..., Any]) -> inspect.Signature:
     except (TypeError, ValueError):
         kinds = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
         return inspect.Signature([inspect.Parameter(n, k) for n, k in zip(("args", "kwargs"), kinds, strict=True)])
+
+
+def _read_where(where: Any) -> Callable[..., Any] | None:
+    if where is None or callable(where):
+        return where  # type: ignore[no-any-return]
+    raise OptionError(
+        f"where is {where!r} of type {type(where).__name__}; expected a function of hyperparameters, such as "
+        "lambda block_q, block_k: block_q >= block_k."
+    )
+
+
+def _read_seed(seed: Any) -> int:
+    if isinstance(seed, bool) or not hasattr(seed, "__index__"):
+        raise OptionError(f"seed is {seed!r}; expected a whole number, so that every process draws the same.")
+    return int(seed)
+
+
+def _read_static_names(names: Any, signature: inspect.Signature, function_name: str) -> frozenset[str]:
+    listed = [names] if isinstance(names, str) else list(names) if isinstance(names, Iterable) else [names]
+    if not all(isinstance(name, str) for name in listed):
+        raise OptionError(f"static_argnames is {names!r}; expected a parameter's name or several.")
+    parameters = signature.parameters
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        for name in listed:
+            if name not in parameters:
+                raise OptionError(
+                    f"static_argnames names {name!r}, which {function_name} does not take; it takes "
+                    f"{', '.join(parameters) or 'nothing'}."
+                )
+    return frozenset(listed)
 
 
 def _read_workers(max_workers: Any) -> int | None:
@@ -157,10 +213,14 @@ def _read_workers(max_workers: Any) -> int | None:
 
 
 def _read_filter(pattern: str | None) -> re.Pattern[str] | None:
+    if pattern is None:
+        return None
     try:
-        return None if pattern is None else re.compile(pattern)
+        compiled = re.compile(pattern)
+        compiled.search("")  # a pattern of bytes compiles, and fails here
     except (re.error, TypeError) as error:
         raise OptionError(
             f"event_filter_regex is {pattern!r}, which is no regular expression: {error}; put re.escape() around a "
             "plain kernel name."
         ) from error
+    return compiled

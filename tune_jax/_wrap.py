@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from tune_jax._call import Batch, Call
+from tune_jax._jax import is_batched
 
 
 def wrap(call: Call, hyperparams: Mapping[str, Any], *, name: str) -> Callable[..., Any]:
@@ -46,16 +47,38 @@ def bind(call: Call, arguments: Mapping[str, Any], hyperparams: Mapping[str, Any
     return inspect.BoundArguments(signature, ordered)
 
 
+def mapped_outputs(function: Callable[..., Any], batch: Batch, inputs: Sequence[Any]) -> tuple[bool, ...]:
+    """Which leaves of the function's result have the axis when it is batched; the inputs may be abstract."""
+    found: list[bool] = []
+
+    def noted(*values: Any) -> Any:
+        result = function(*values)
+        found[:] = [is_batched(leaf) for leaf in jax.tree.leaves(result)]
+        return result
+
+    jax.eval_shape(_batched(noted, batch), *inputs)
+    return tuple(found)
+
+
 def _batched(function: Callable[..., Any], batch: Batch) -> Callable[..., Any]:
     def batched(*inputs: Any) -> Any:
+        trees: list[Any] = []
+
+        def flat(*values: Any) -> list[Any]:
+            leaves, tree = jax.tree.flatten(function(*values))
+            trees.append(tree)
+            return leaves
+
         mapped = jax.vmap(
-            function,
+            flat,
             in_axes=batch.dims,
+            out_axes=0 if batch.mapped is None else [0 if moves else None for moves in batch.mapped],
             axis_size=batch.size,
             axis_name=batch.axis_name,
             spmd_axis_name=batch.spmd_axis_name,
         )
-        return mapped(*inputs)
+        leaves = mapped(*inputs)
+        return jax.tree.unflatten(trees[-1], leaves)
 
     return batched
 

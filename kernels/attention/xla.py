@@ -118,15 +118,13 @@ def _backward(plan: _Plan, residuals: _Residuals, dout: Array) -> tuple[Array, A
     q, k, v, scale, out, row_max, row_sum = residuals
     q_blocks = _split(q, plan.block_q, plan.group)
     k_blocks, v_blocks = _split(k, plan.block_k), _split(v, plan.block_k)
-    # Dividing dout by the row sums once replaces dividing every block of weights, and keeping maximum and sum
-    # apart keeps them exact where their log-sum-exp would round away the sum (scores of 1e5).
-    dout_blocks = _split(dout.astype(jnp.float32), plan.block_q, plan.group) / row_sum[..., None]
-    delta = (dout_blocks * _split(out, plan.block_q, plan.group)).sum(-1)
-    dout_blocks = dout_blocks.astype(_gradient_operand(v.dtype))
+    dout_blocks = _split(dout, plan.block_q, plan.group)
+    out_blocks = _split(out, plan.block_q, plan.group)
+    delta = (dout_blocks.astype(jnp.float32) * out_blocks.astype(jnp.float32)).sum(-1)
 
     walk = functools.partial(_backward_rows, plan, k_blocks, v_blocks, scale)
     start = (_full_like(k_blocks, 0), _full_like(v_blocks, 0))
-    rows = (_indices(q_blocks), q_blocks, dout_blocks, row_max, delta)
+    rows = (_indices(q_blocks), q_blocks, dout_blocks, row_max, 1 / row_sum, delta)
     (dk_blocks, dv_blocks), dq_blocks = lax.scan(walk, start, rows)
 
     dq = _join(dq_blocks, plan.q_length, plan.group)
@@ -142,19 +140,21 @@ def _backward_rows(
     v_blocks: Array,
     scale: Array,
     grads: tuple[Array, Array],
-    rows: tuple[Array, Array, Array, Array, Array],
+    rows: tuple[Array, Array, Array, Array, Array, Array],
 ) -> tuple[tuple[Array, Array], Array]:
     """One block of queries: its dq, and its share added to dk and dv; dq and dk still lack the scale."""
-    q_index, q, dout, row_max, delta = rows
+    q_index, q, dout, row_max, inverse_sum, delta = rows
+    operand = _gradient_operand(q.dtype)
 
     def step(k_index: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         dq, dk, dv = carry
         k, v = _take(k_blocks, k_index), _take(v_blocks, k_index)
         scores = _scores(plan, q_index, k_index, q, k, scale)
-        weights = jnp.exp(scores - row_max[..., None])
+        # Maximum and sum kept apart are exact where their log-sum-exp would lose the sum (scores of 1e5).
+        weights = jnp.exp(scores - row_max[..., None]) * inverse_sum[..., None]
         dweights = _matmul("bhqd,bhkd->bhqk", dout, v) - delta[..., None]
-        dscores = (weights * dweights).astype(dout.dtype)
-        dv = _add_at(dv, k_index, _matmul("bhqk,bhqd->bhkd", weights.astype(dout.dtype), dout))
+        dscores = (weights * dweights).astype(operand)
+        dv = _add_at(dv, k_index, _matmul("bhqk,bhqd->bhkd", weights.astype(operand), dout))
         dk = _add_at(dk, k_index, _matmul("bhqk,bhqd->bhkd", dscores, q))
         return dq + _matmul("bhqk,bhkd->bhqd", dscores, k), dk, dv
 
@@ -183,7 +183,7 @@ def _matmul(equation: str, left: Array, right: Array) -> Array:
 
 
 def _gradient_operand(dtype: jnp.dtype) -> jnp.dtype:
-    """Dtype for products in the backward pass: what is multiplied there overflows float16's range."""
+    """Dtype of computed factors in the backward pass: gradients of scores can leave float16's range."""
     return jnp.dtype(jnp.float32) if dtype == jnp.float16 else dtype
 
 
@@ -211,11 +211,13 @@ def _indices(blocks: Array) -> Array:
 
 
 def _take(blocks: Array, index: Array) -> Array:
-    return lax.dynamic_index_in_dim(blocks, index, keepdims=False)
+    block: Array = lax.dynamic_index_in_dim(blocks, index, keepdims=False)
+    return block
 
 
 def _add_at(blocks: Array, index: Array, update: Array) -> Array:
-    return lax.dynamic_update_index_in_dim(blocks, _take(blocks, index) + update, index, 0)
+    added: Array = lax.dynamic_update_index_in_dim(blocks, _take(blocks, index) + update, index, 0)
+    return added
 
 
 def _full_like(x: Array, value: float) -> Array:

@@ -12,6 +12,8 @@ import pytest
 
 FORWARD_TOLERANCE = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 1e-2}
 GRADIENT_TOLERANCE = {"float32": 5e-5, "float16": 2e-2, "bfloat16": 2e-2}
+ROUNDING = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
+FEW = 8
 
 
 @dataclass(frozen=True)
@@ -87,15 +89,30 @@ class Oracle:
     def check_gradients(
         self, grads: Any, q: Any, k: Any, v: Any, dout: Any, tolerance: float | None = None, **call: Any
     ) -> None:
+        dtype = str(q.dtype)
+        slack = self._cancellation(q, k, v, dout, **call)
         wanted = self.gradients(q, k, v, dout, **call)
         for name, got, want, operand in zip("qkv", grads, wanted, (q, k, v), strict=True):
             assert got.shape == operand.shape
             assert got.dtype == operand.dtype
             assert np.isfinite(_double(got)).all(), f"d{name}"
-            # One key alone has a softmax gradient of exactly 0: then rounding is measured against dout.
-            size = max(np.abs(want).max(), 1e-2 * np.abs(_double(dout)).max())
-            error = np.abs(_double(got) - want).max() / size
-            assert error <= (tolerance or GRADIENT_TOLERANCE[str(q.dtype)]), f"d{name}: {error}"
+            error = np.abs(_double(got) - want).max()
+            allowed = (tolerance or GRADIENT_TOLERANCE[dtype]) * np.abs(want).max() + slack[name]
+            assert error <= allowed, f"d{name}: {error} > {allowed}"
+
+    def _cancellation(
+        self, q: Any, k: Any, v: Any, dout: Any, causal: bool = False, scale: float | None = None
+    ) -> dict[str, float]:
+        """What rounding may leave of gradients that cancel: with few rows, keys or values all may."""
+        if min(q.shape[1], k.shape[1], v.shape[3]) >= FEW:
+            return dict.fromkeys("qkv", 0.0)
+        weights, k64, v64 = self._weights(q, k, v, causal, scale)
+        dweights = np.einsum("bqhd,bkhd->bhqk", abs(_double(dout)), abs(v64))
+        dscores = weights * (dweights + (dweights * weights).sum(-1, keepdims=True))
+        factor = ROUNDING[str(q.dtype)] * (q.shape[-1] ** -0.5 if scale is None else abs(scale))
+        dq = factor * np.einsum("bhqk,bkhd->bqhd", dscores, abs(k64))
+        dk = factor * np.einsum("bhqk,bqhd->bkhd", dscores, abs(_double(q)))
+        return {"q": dq.max(), "k": _sum_groups(dk, k.shape[2]).max(), "v": 0.0}
 
     def _weights(self, q: Any, k: Any, v: Any, causal: bool, scale: float | None) -> tuple[np.ndarray, ...]:
         group = q.shape[2] // k.shape[2]

@@ -11,11 +11,13 @@ from typing import Any
 import jax
 
 from tune_jax._call import Call
+from tune_jax._jax import has_host_callbacks, lowered_devices
 from tune_jax._outline import Outline
 from tune_jax._records import Candidate
 from tune_jax._wrap import wrap
 
 _MODULE = re.compile(r"module @(\S+)")
+_CALLBACK = re.compile(r"custom_call @\w*callback")
 
 
 class MismatchError(ValueError):
@@ -67,12 +69,17 @@ def lower_candidate(
 
 
 def read_lowering(candidate: Candidate, lowered: Any) -> Lowering:
-    """Read a lowered program's name, and its text without the name unless it calls back to the host."""
+    """Read a lowered program's name, and its text without the name unless it calls back to the host.
+
+    The devices are in front of the text, because the same text can be meant for others.
+    """
     text = lowered.as_text()
     found = _MODULE.search(text)
     module = found.group(1) if found else ""
-    shared = None if "callback" in text else text.replace(f"module @{module}", "module", 1)
-    return Lowering(candidate, module, shared, lowered)
+    if has_host_callbacks(lowered) or _CALLBACK.search(text):
+        return Lowering(candidate, module, None, lowered)
+    anonymous = text.replace(f"module @{module}", "module", 1)
+    return Lowering(candidate, module, f"devices {lowered_devices(lowered)}\n{anonymous}", lowered)
 
 
 def compile_program(lowering: Lowering, donated: tuple[bool, ...]) -> Program:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -34,8 +35,8 @@ def measure(
 ) -> dict[int, Samples]:
     """Time every program in `first_rounds` rounds, then the contenders until the winner is settled or a bound is met.
 
-    Each round launches its programs once, in a new random order drawn with `seed`. `on_round(n)` is told of the n
-    programs of each stretch of rounds that has been timed.
+    Each round launches its programs once, in a new random order drawn with `seed`. Rounds come in stretches, a trace
+    each, that double what there is. `on_round(n)` is told of the n programs of each stretch that has been timed.
 
     Raises:
       ProfileError: the timer's clock cannot be had.
@@ -43,15 +44,17 @@ def measure(
     shuffle = random.Random(seed)
     deadline = now() + effort.max_seconds
     launches: dict[int, list[LaunchTime | None]] = {program.id: [] for program in programs}
-    racing, rounds = list(programs), 0
+    racing, rounds, stretch = list(programs), 0, effort.first_rounds
     while racing and rounds < effort.max_rounds:
-        stretch = min(effort.first_rounds, effort.max_rounds - rounds)
+        stretch = min(stretch, effort.max_rounds - rounds)
         order = draw_order(racing, stretch, shuffle)
         for program, launch in zip(order, timer.time(order), strict=True):
             launches[program.id].append(launch)
         rounds += stretch
         on_round(len(racing))
-        racing = [] if now() >= deadline else _still_racing(programs, launches, timer, effort)
+        seconds_left = deadline - now()
+        racing = [] if seconds_left <= 0 else _still_racing(programs, launches, timer, effort)
+        stretch = _rounds_that_fit([launches[program.id] for program in racing], rounds, seconds_left)
     return {key: to_samples(timer, times) for key, times in launches.items()}
 
 
@@ -77,13 +80,20 @@ def to_samples(timer: Timer, times: Sequence[LaunchTime | None]) -> Samples:
     )
 
 
+def _rounds_that_fit(racing: Sequence[Sequence[LaunchTime | None]], rounds: int, seconds_left: float) -> int:
+    """As many rounds again as there were, for each stretch has its price, but no more than time is left for."""
+    seen = [[launch.busy_ns for launch in times if launch is not None] for times in racing]
+    round_s = sum(statistics.median(times) for times in seen if times) * 1e-9
+    return max(1, min(rounds, int(seconds_left / round_s))) if round_s else rounds
+
+
 def _still_racing(
     programs: Sequence[Launchable],
     launches: Mapping[int, Sequence[LaunchTime | None]],
     timer: Timer,
     effort: Effort,
 ) -> list[Launchable]:
-    samples = {key: to_samples(timer, times) for key, times in launches.items()}
+    samples = {program.id: to_samples(timer, launches[program.id]) for program in programs if not program.has_failed()}
     usable = {key: sample for key, sample in samples.items() if is_usable(sample)}
     if len(usable) < 2:
         return []

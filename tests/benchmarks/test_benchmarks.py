@@ -1,0 +1,224 @@
+"""Each benchmark runs at its smallest size, and its arithmetic is right."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+BENCHMARKS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks"
+SCRIPTS = sorted(path.name for path in BENCHMARKS.glob("[a-z]*.py"))
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """Imports a script as a module; scripts find each other in their own folder."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module
+
+
+@pytest.fixture
+def run_main(load, monkeypatch, capsys, tmp_path):
+    """Runs a script's main in this process; returns what it printed and its report."""
+
+    def run(name, *arguments):
+        report = tmp_path / "report.json"
+        monkeypatch.setattr(sys, "argv", [name, *arguments, "--out", str(report)])
+        load(name).main()
+        return capsys.readouterr().out, json.loads(report.read_text())
+
+    return run
+
+
+@pytest.fixture
+def fake_peer(tmp_path):
+    """A folder with another package of our name, which tunes nothing and takes the first choices."""
+    package = tmp_path / "peer" / "tune_jax"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(
+        "def tune(function, hyperparams):\n"
+        "    first = {name: choices[0] for name, choices in hyperparams.items()}\n"
+        "    def tuned(*args): return function(*args, **first)\n"
+        "    tuned.optimal_hyperparams, tuned.timing_results = first, {0: None}\n"
+        "    return tuned\n"
+    )
+    return package.parent
+
+
+def test_there_is_a_line_for_every_script():
+    text = (BENCHMARKS / "README.md").read_text()
+    assert [name for name in SCRIPTS if name not in text] == []
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_docstring_shows_how_to_run_it(name, load):
+    assert f"python benchmarks/{name}" in load(name.removesuffix(".py")).__doc__
+
+
+# Tuning time
+
+
+def test_tuning_time_of_both_sides(run_main, fake_peer):
+    printed, report = run_main("tuning_time", "--case", "tiny", "--peer", str(fake_peer), "--repeats", "1")
+    assert "tiny: ours/peer " in printed
+    ours, peer = report["runs"]
+    assert (ours["side"], ours["candidates"], ours["programs"], ours["failed"]) == ("ours", 4, 4, 0)
+    assert (peer["side"], peer["timed"]) == ("peer", 1)
+    assert ours["missing_hooks"] == []
+    parts = dict(ours["seconds"])
+    for part in ("of timing, reading traces", "compiling, all threads"):
+        assert parts.pop(part) > 0
+    assert sum(parts.values()) == pytest.approx(ours["wall_s"])
+    assert all(seconds >= 0 for seconds in parts.values())
+    assert parts["the rest"] < 0.2 * ours["wall_s"]
+
+
+def test_another_package_than_the_one_meant_is_refused(load, fake_peer):
+    tuning_time = load("tuning_time")
+    with pytest.raises(SystemExit, match="meant to import peer"):
+        tuning_time._import_tuner("peer", str(fake_peer))
+    assert tuning_time._import_tuner("ours", str(fake_peer)) is sys.modules["tune_jax"]
+
+
+def test_our_checkout_is_not_on_the_peers_path(load, monkeypatch):
+    tuning_time = load("tuning_time")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(BENCHMARKS.parent), "/peer", "/other"]))
+    assert list(tuning_time._import_path("peer", "/peer")) == ["/peer", "/peer", "/other"]
+    assert list(tuning_time._import_path("ours", "/peer")) == [str(BENCHMARKS.parent), "/other"]
+
+
+def test_breakdown_tells_first_runs_from_timed_launches(load):
+    tuning_time = load("tuning_time")
+    calls = [
+        tuning_time.Span(*call)
+        for call in [
+            ("inputs", 1.0, 1.5),
+            ("lowering", 2.0, 3.0),
+            ("compiling", 2.5, 6.0),
+            ("compiling", 3.0, 6.0),
+            ("attempt", 6.0, 6.5),
+            ("build", 2.0, 7.0),
+            ("attempt", 7.2, 7.4),
+            ("reading", 7.5, 7.6),
+            ("timing", 7.0, 8.0),
+            ("session", 1.0, 8.5),
+        ]
+    ]
+    assert tuning_time.Spans(calls).break_down(0.0, 10.0) == pytest.approx(
+        {
+            "before": 1.0,
+            "inputs": 0.5,
+            "lowering": 1.0,
+            "waiting for compiles": 3.5,
+            "first runs": 0.5,
+            "timing": 1.0,
+            "winner": 1.5,
+            "the rest": 1.0,
+            "of timing, reading traces": 0.1,
+            "compiling, all threads": 6.5,
+        }
+    )
+
+
+def test_quickstart_is_read_without_a_tuner(load):
+    before = sys.modules.get("tune_jax")
+    case = load("_cases").load_case("quickstart")
+    assert sys.modules.get("tune_jax") is before
+    assert case.size >= 16
+    assert len(case.settings()) == case.size
+    assert set(case.settings()[0]) == set(case.hyperparams)
+
+
+def test_a_wrong_result_is_an_error(load):
+    case = load("_cases").load_case("tiny")
+    right = case.function(*case.inputs, parts=2)
+    assert case.check(right) <= case.tolerance
+    with pytest.raises(ValueError, match="the result is wrong by"):
+        case.check(right + 1)
+    with pytest.raises(ValueError, match="the result is wrong by nan"):
+        case.check(right * float("nan"))
+
+
+# Winner quality
+
+
+def test_winner_quality(run_main):
+    printed, report = run_main("winner_quality", "--case", "tiny", "--tunings", "2", "--launches", "5")
+    assert "tiny: worst winner/fastest of 2 tunings " in printed
+    assert len(report["ratios"]) == len(report["tunings"]) == 2
+    assert min(report["ratios"]) >= 1
+    assert set(report["medians_ns"]) == {"0", "1", "2", "3"}
+
+
+# Trace agreement
+
+
+def test_our_side_of_the_trace_agreement(run_main):
+    printed, report = run_main(
+        "trace_agreement", "--only", "ours", "--programs", "graph", "--launches", "3", "--repeats", "1"
+    )
+    (row,) = report["programs"]
+    assert row["ratio"] is None
+    assert len(row["runs"][0]["sums_ns"]) == 3
+    assert row["runs"][0]["kernels"] >= 8
+    assert "kernels" in printed
+
+
+def _fake_run(side, median_ns, result=1.0):
+    extra = {"graph_share": 1.0} if side == "ours" else {"mode": "back to back"}
+    return {"side": side, "median_ns": median_ns, "kernels": 7, "result": result, **extra}
+
+
+def test_agreement_is_the_ratio_of_medians(load, capsys):
+    ours = [_fake_run("ours", ns) for ns in (101.0, 103.0, 900.0)]
+    cupti = [_fake_run("cupti", ns) for ns in (99.0, 100.0, 7.0)]
+    row = load("trace_agreement")._compare("graph", [*ours, *cupti, {"side": "cupti", "error": "died"}])
+    assert row["ratio"] == pytest.approx(103 / 99)
+    assert row["faults"] == 1
+    assert "MISSED" in capsys.readouterr().out
+
+
+def test_different_results_are_not_compared(load):
+    with pytest.raises(SystemExit, match="different results"):
+        load("trace_agreement")._compare("graph", [_fake_run("ours", 1.0), _fake_run("cupti", 1.0, result=2.0)])
+
+
+@pytest.mark.gpu
+def test_cupti_and_the_trace_agree_on_a_chain_of_kernels(tmp_path):
+    # A process of its own: this one may have started the other profiler already.
+    report = tmp_path / "report.json"
+    command = [sys.executable, str(BENCHMARKS / "trace_agreement.py"), "--programs", "graph", "--repeats", "1"]
+    # This process holds most of the device's memory, so the others must take only what they need.
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    subprocess.run([*command, "--out", str(report)], check=True, timeout=150, env=environment)
+    (row,) = json.loads(report.read_text())["programs"]
+    assert row["ratio"] == pytest.approx(1, abs=0.05)
+
+
+# Call overhead
+
+
+def test_call_overhead(run_main, load):
+    printed, report = run_main("call_overhead", "--bursts", "3", "--calls", "5")
+    assert [row["kind"] for row in report["kinds"]] == list(load("call_overhead").KINDS)
+    assert all(row["same_lowering"] for row in report["kinds"])
+    assert all(row["ratio"] > 0 for row in report["kinds"])
+    assert "DIFFERENT" not in printed
+
+
+def test_verdict_names_the_limit(load):
+    verdict = load("_common").verdict
+    assert verdict(0.4, 0.4) == "0.4000 (at most 0.4: met)"
+    assert verdict(0.41, 0.4) == "0.4100 (at most 0.4: MISSED)"
+
+
+def test_a_worker_that_fails_says_what_it_printed(load, tmp_path):
+    script = tmp_path / "worker.py"
+    script.write_text("print('about to fail'); raise SystemExit(3)")
+    with pytest.raises(RuntimeError, match=r"ended with 3:\nabout to fail"):
+        load("_common").run_worker(str(script), [], os.environ, timeout_s=30)

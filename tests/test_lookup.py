@@ -1,0 +1,232 @@
+"""Finding the winner of a call: one tuning a key, whoever asks and from however many threads."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tune_jax import Results, tune
+from tune_jax import _lookup as lookup
+from tune_jax._binding import make_call
+from tune_jax._errors import NoCandidateError
+
+pytestmark = pytest.mark.usefixtures("quick_rounds")
+
+X = jnp.ones((8, 8))
+SOON_S = 60.0
+
+
+def scale(x: jax.Array, *, b: int) -> jax.Array:
+    return x * b
+
+
+@pytest.fixture
+def sessions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What a test's tunings were for, in the order they began."""
+    begun: list[str] = []
+    run_session = lookup.run_session
+
+    def note(call: Any, avals: Any, given: Any) -> Results:
+        begun.append(f"{call.tunable.name}{[aval.shape for aval in avals]}")
+        return run_session(call, avals, given)
+
+    monkeypatch.setattr(lookup, "run_session", note)
+    return begun
+
+
+def run_together(pool: concurrent.futures.Executor, *actions: Callable[[], Any]) -> list[Any]:
+    start = threading.Barrier(len(actions), timeout=SOON_S)
+
+    def run(action: Callable[[], Any]) -> Any:
+        start.wait()
+        return action()
+
+    running = [pool.submit(run, action) for action in actions]
+    return [future.result(SOON_S) for future in running]
+
+
+def test_ten_threads_with_one_key_tune_once(sessions: list[str], background: concurrent.futures.Executor) -> None:
+    tuned = tune(scale, {"b": [2, 3]})
+    outputs = run_together(background, *[lambda: tuned(X)] * 10)
+    assert len(sessions) == 1
+    assert {float(out[0, 0]) for out in outputs} == {float(tuned.optimal_hyperparams["b"])}
+
+
+def test_threads_with_one_key_get_the_same_results(background: concurrent.futures.Executor) -> None:
+    tuned = tune(scale, {"b": [2, 3]})
+    results = run_together(background, *[lambda: tuned.tune(X)] * 5)
+    assert len({id(each) for each in results}) == 1
+
+
+def test_threads_with_other_keys_get_their_own_winners(
+    sessions: list[str], background: concurrent.futures.Executor
+) -> None:
+    tuned = tune(scale, {"b": [2, 3]})
+    inputs = [jnp.ones((size, 4)) for size in (1, 2, 3, 4)]
+    outputs = run_together(background, *[lambda x=x: tuned(x) for x in inputs for _ in range(2)])
+    assert sorted(sessions) == [f"scale[({size}, 4)]" for size in (1, 2, 3, 4)]
+    for x, out in zip([x for x in inputs for _ in range(2)], outputs, strict=True):
+        assert out.shape == x.shape
+        assert float(out[0, 0]) == tuned.results_for(x).best.hyperparams["b"]
+
+
+def test_what_users_hold_is_of_one_tuning_though_many_end_at_once(background: concurrent.futures.Executor) -> None:
+    def sized(x: jax.Array, *, b: int) -> jax.Array:
+        return x * b
+
+    # The grid depends on the shape, so timing results that mix two tunings have values of both.
+    tuned = tune(sized, lambda x: {"b": [10 * x.shape[0] + 1, 10 * x.shape[0] + 2]})
+    run_together(background, *[lambda size=size: tuned.tune(jnp.ones((size, 2))) for size in (1, 2, 3, 4)])
+    held = {result.hyperparams["b"] // 10 for result in tuned.timing_results.values()}
+    assert len(held) == 1
+    assert len(tuned.timing_results) == 2
+    assert {row.hyperparams["b"] // 10 for row in tuned.results.rows} == held
+    assert tuned.optimal_hyperparams == tuned.results.best.hyperparams
+
+
+def test_threads_that_wait_for_a_tuning_that_fails_all_get_its_error(
+    background: concurrent.futures.Executor,
+) -> None:
+    def never(x: jax.Array, *, b: int) -> jax.Array:
+        time.sleep(0.01)
+        raise TypeError("no block")
+
+    tuned = tune(never, {"b": [1, 2]})
+
+    def call() -> type[BaseException] | None:
+        with pytest.raises(NoCandidateError, match="no block") as caught:
+            tuned.tune(X)
+        return caught.type
+
+    assert run_together(background, call, call, call) == [NoCandidateError] * 3
+
+
+def test_a_key_can_be_tuned_again_after_a_tuning_that_failed(
+    sessions: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuned = tune(scale, {"b": [2, 3]})
+    with monkeypatch.context() as patched:
+        patched.setattr(lookup, "run_session", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            tuned.tune(X)
+    assert tuned.results is None
+    assert len(tuned.tune(X).timed) == 2
+
+
+def test_an_interrupted_thread_lets_the_next_one_tune(
+    background: concurrent.futures.Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuned = tune(scale, {"b": [2, 3]})
+    run_session, inside = lookup.run_session, threading.Event()
+
+    def first_is_interrupted(*args: Any) -> Results:
+        if inside.is_set():
+            return run_session(*args)
+        inside.set()
+        time.sleep(0.1)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(lookup, "run_session", first_is_interrupted)
+    first = background.submit(tuned.tune, X)
+    assert inside.wait(SOON_S)
+    second = background.submit(tuned.tune, X)
+    with pytest.raises(KeyboardInterrupt):
+        first.result(SOON_S)
+    assert len(second.result(SOON_S).timed) == 2
+
+
+def test_a_thread_that_meets_its_own_tuning_takes_the_first_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned, found = tune(scale, {"b": [3, 2]}), []
+    run_session = lookup.run_session
+
+    def meet(call: Any, avals: Any, given: Any) -> Results:
+        found.append(lookup.find_winner(call, avals, given))
+        return run_session(call, avals, given)
+
+    monkeypatch.setattr(lookup, "run_session", meet)
+    tuned.tune(X)
+    assert [dict(candidate.hyperparams) for candidate in found] == [{"b": 3}]
+
+
+def test_a_function_that_calls_itself_for_ever_is_an_error() -> None:
+    @tune(hyperparams={"b": [3, 2]})
+    def again(x: jax.Array, *, b: int) -> jax.Array:
+        return again(x) * b
+
+    with pytest.raises((NoCandidateError, RecursionError)):
+        again(X)
+
+
+def test_two_tuned_functions_that_call_a_third_at_once(background: concurrent.futures.Executor) -> None:
+    inner = tune(scale, {"b": [2, 3]})
+    outers = [tune(lambda x, *, c, k=k: inner(x) + c + k, {"c": [0, 1]}) for k in range(3)]
+    for out in run_together(background, *[lambda outer=outer: outer(X) for outer in outers]):
+        assert out.shape == X.shape
+
+
+def test_tune_and_a_call_share_what_they_find(sessions: list[str]) -> None:
+    tuned = tune(scale, {"b": [2, 3]})
+    results = tuned.tune(X)
+    out = tuned(X)
+    assert len(sessions) == 1
+    assert float(out[0, 0]) == results.best.hyperparams["b"]
+
+
+def test_an_abstract_and_a_concrete_array_share_a_key(sessions: list[str]) -> None:
+    tuned = tune(scale, {"b": [2, 3]})
+    assert tuned.tune(jax.ShapeDtypeStruct(X.shape, X.dtype)) is tuned.tune(X)
+    assert len(sessions) == 1
+
+
+def test_a_call_under_jit_and_an_eager_one_share_a_key(sessions: list[str]) -> None:
+    tuned = tune(scale, {"b": [2, 3]})
+    jax.jit(lambda x: tuned(tuned(x)))(X)
+    tuned(X)
+    assert len(sessions) == 1
+
+
+def test_a_call_with_nothing_to_choose_is_not_tuned(sessions: list[str]) -> None:
+    tuned = tune(scale, {"b": [2, 3]})
+    assert float(tuned(X, b=7)[0, 0]) == 7
+    assert sessions == []
+
+
+def test_lowering_for_a_platform_that_is_not_here_takes_the_first_candidate_and_says_so(sessions: list[str]) -> None:
+    tuned = tune(scale, {"b": [2, 3]})
+    with pytest.warns(UserWarning, match="no tpu device is here to tune on"):
+        text = jax.jit(tuned).trace(X).lower(lowering_platforms=("tpu",)).as_text()
+    assert "2.000000e+00" in text
+    assert sessions == []
+
+
+def test_a_device_of_another_index_shares_the_key(sessions: list[str]) -> None:
+    tuned = tune(scale, {"b": [2, 3]})
+    for device in jax.devices()[:3]:
+        assert tuned(jax.device_put(X, device)).devices() == {device}
+    assert len(sessions) == 1
+
+
+def test_the_latest_results_are_shown_and_earlier_ones_kept() -> None:
+    tuned = tune(scale, {"b": [2, 3]})
+    shown = tuned.timing_results
+    first, second = tuned.tune(X), tuned.tune(X[:4])
+    assert tuned.results is second
+    assert tuned.results_for(X) is first
+    assert tuned.timing_results is shown
+    assert set(shown) == {0, 1}
+
+
+def test_the_key_reads_well_and_its_digest_fits_a_file_name() -> None:
+    tuned = tune(scale, {"b": [2, 3]})
+    call, inputs = make_call(tuned._tunable, (X,), {})
+    key = lookup.key_of(call, [jax.typeof(value) for value in inputs], inputs)
+    assert str(key).startswith("scale(x: float32[8,8])")
+    assert key.digest.isalnum()
+    assert len(key.digest) == 32

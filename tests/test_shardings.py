@@ -1,0 +1,162 @@
+"""`in_shardings` and `out_shardings`: one sharding an input, and what they do to a call."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tune_jax import tune
+from tune_jax._binding import make_call
+from tune_jax._call import Batch, with_batch
+from tune_jax._errors import OptionError
+from tune_jax._shardings import input_shardings, output_shardings, placed_inputs
+
+X = np.arange(8, dtype=np.float32)
+
+pytestmark = pytest.mark.usefixtures("quick_tuning")
+
+
+@pytest.fixture
+def mesh():
+    return jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+
+
+@pytest.fixture
+def split(mesh):
+    return jax.NamedSharding(mesh, jax.P("data"))
+
+
+@pytest.fixture
+def whole(mesh):
+    return jax.NamedSharding(mesh, jax.P())
+
+
+def call_of(function, *args, in_shardings=None, out_shardings=None, **kwargs):
+    tuned = tune(function, {"b": [1, 2]}, in_shardings=in_shardings, out_shardings=out_shardings)
+    return make_call(tuned._tunable, args, kwargs)[0]
+
+
+def test_no_shardings_say_nothing():
+    assert input_shardings(call_of(lambda x, y, b: x, X, X)) == [None, None]
+
+
+def test_a_single_sharding_holds_for_all_inputs(split):
+    call = call_of(lambda x, y, b: x, X, {"w": X, "v": X}, in_shardings=split)
+    assert input_shardings(call) == [split, split, split]
+
+
+def test_a_tuple_has_an_entry_an_argument(split, whole):
+    call = call_of(lambda x, y, b: x, X, {"w": X, "v": X}, in_shardings=(split, whole))
+    assert input_shardings(call) == [split, whole, whole]
+
+
+def test_an_entry_may_be_a_tree_like_its_argument(split, whole):
+    call = call_of(lambda x, y, b: x, X, {"w": X, "v": X}, in_shardings=(split, {"w": whole, "v": None}))
+    assert input_shardings(call) == [split, None, whole]
+
+
+def test_none_says_nothing_of_an_argument(split):
+    assert input_shardings(call_of(lambda x, y, b: x, X, X, in_shardings=(None, split))) == [None, split]
+
+
+def test_arguments_beyond_the_tuple_are_left_alone(split):
+    assert input_shardings(call_of(lambda x, y, b: x, X, X, in_shardings=(split,))) == [split, None]
+
+
+def test_static_arguments_take_an_entry_and_no_sharding(split, whole):
+    call = call_of(lambda x, mode, y, b: x, X, "relu", X, in_shardings=(split, None, whole))
+    assert input_shardings(call) == [split, whole]
+
+
+def test_entries_go_by_position_whatever_the_hyperparameters_place(split, whole):
+    call = call_of(lambda x, b, y: x, X, y=X, in_shardings=(split, whole))
+    assert input_shardings(call) == [split, whole]
+
+
+def test_keyword_arguments_are_counted_in_the_order_of_the_signature(split, whole):
+    call = call_of(lambda x, y, b: x, y=X, x=X, in_shardings=(split, whole))
+    assert input_shardings(call) == [split, whole]
+
+
+def test_too_many_entries_are_refused_with_both_counts(split):
+    call = call_of(lambda x, y, b: x, X, X, in_shardings=(split,) * 3)
+    with pytest.raises(
+        OptionError, match="in_shardings has 3 entries, but the call passes 2 arguments: x, y; give one"
+    ):
+        input_shardings(call)
+
+
+def test_an_entry_of_another_structure_is_refused(split):
+    call = call_of(lambda x, b: x, {"w": X}, in_shardings=({"v": split},))
+    with pytest.raises(OptionError, match="in_shardings does not fit the arguments"):
+        input_shardings(call)
+
+
+def test_a_partition_spec_takes_the_mesh_in_force(mesh, split):
+    call = call_of(lambda x, b: x, X, in_shardings=jax.P("data"))
+    with jax.set_mesh(mesh):
+        (found,) = input_shardings(call)
+    assert found.is_equivalent_to(split, 1)
+
+
+def test_a_partition_spec_in_a_tuple_is_one_entry(mesh, split):
+    call = call_of(lambda x, y, b: x, X, X, in_shardings=(jax.P("data"), jax.P()))
+    with jax.set_mesh(mesh):
+        found = input_shardings(call)
+    assert found[0].is_equivalent_to(split, 1)
+
+
+def test_shardings_say_nothing_of_a_batched_call(split):
+    call = with_batch(call_of(lambda x, b: x, X, in_shardings=split, out_shardings=split), Batch((0,), 2, None, None))
+    assert input_shardings(call) == [None]
+    assert output_shardings(call) is None
+
+
+def test_only_committed_inputs_are_lowered_for_where_they_are(split):
+    inputs = [jax.device_put(X, split), jnp.asarray(X), X]
+    structs = placed_inputs([jax.typeof(X)] * 3, inputs)
+    assert [struct.sharding for struct in structs] == [split, None, None]
+    assert {(struct.shape, struct.dtype) for struct in structs} == {((8,), np.dtype(np.float32))}
+
+
+# In calls
+
+
+def test_a_call_runs_on_the_devices_of_in_shardings(split, count_tunings):
+    tuned = tune(lambda x, b: x * 2 + 0 * b, {"b": [1, 2]}, in_shardings=split)
+    for _ in range(2):
+        out = tuned(X)
+        np.testing.assert_array_equal(out, 2 * X)
+        assert len(out.sharding.device_set) == 2
+    assert count_tunings() == 1
+
+
+def test_out_shardings_place_the_result(split, count_tunings):
+    tuned = tune(lambda x, b: (x * 2 + 0 * b, x), {"b": [1, 2]}, out_shardings=split)
+    for out in tuned(X):
+        assert out.sharding.is_equivalent_to(split, 1)
+    assert count_tunings() == 1
+
+
+def test_shardings_and_static_arguments_go_together(split):
+    tuned = tune(lambda x, mode, b: x * len(mode) + 0 * b, {"b": [1, 2]}, in_shardings=(split, None))
+    np.testing.assert_array_equal(tuned(X, "ab"), 2 * X)
+    np.testing.assert_array_equal(tuned(X, mode="abc"), 3 * X)
+
+
+def test_sharded_and_unsharded_arguments_are_tuned_for_apart(split, count_tunings):
+    tuned = tune(lambda x, b: x * 2 + 0 * b, {"b": [1, 2]})
+    tuned(X)
+    out = tuned(jax.device_put(X, split))
+    assert out.sharding.is_equivalent_to(split, 1)
+    tuned(jax.device_put(X + 1, split))
+    assert count_tunings() == 2
+
+
+def test_an_argument_on_the_second_device_stays_there(count_tunings):
+    second = jax.devices()[1]
+    out = tune(lambda x, b: x * 2 + 0 * b, {"b": [1, 2]})(jax.device_put(X, second))
+    assert out.devices() == {second}
+    np.testing.assert_array_equal(out, 2 * X)
