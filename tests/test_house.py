@@ -246,9 +246,7 @@ def test_only_one_room_touches_what_moves_between_versions_of_jax(name):
 
 
 def test_the_tuner_never_imports_kernels():
-    users = {
-        m.name for m in LIBRARY.values() for dotted in _imports(m) if dotted.startswith("tune_jax.kernels")
-    }
+    users = {m.name for m in LIBRARY.values() for dotted in _imports(m) if dotted.startswith("tune_jax.kernels")}
     assert users == set()
 
 
@@ -264,9 +262,7 @@ def test_kernels_never_import_the_tuner():
 
 def test_kernels_are_not_imported_by_their_folder_name():
     users = {
-        m.name
-        for m in [*LIBRARY.values(), *KERNELS.values()]
-        if any(_is_under(i, ["kernels"]) for i in _imports(m))
+        m.name for m in [*LIBRARY.values(), *KERNELS.values()] if any(_is_under(i, ["kernels"]) for i in _imports(m))
     }
     assert users == set()
 
@@ -468,11 +464,7 @@ DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def _is_docstring(node: ast.stmt) -> bool:
-    return (
-        isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Constant)
-        and isinstance(node.value.value, str)
-    )
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 def _code_lines(module: Module) -> set[int]:
@@ -485,11 +477,7 @@ def _code_lines(module: Module) -> set[int]:
 
 
 def _is_stub(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    body = [
-        part
-        for part in node.body
-        if not (isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant))
-    ]
+    body = [part for part in node.body if not (isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant))]
     is_empty = all(isinstance(part, ast.Pass) for part in body)
     return is_empty or any("overload" in ast.unparse(decorator) for decorator in node.decorator_list)
 

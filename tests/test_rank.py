@@ -103,9 +103,7 @@ def test_samples_of_different_lengths_rank_together():
 
 
 def test_refuses_to_mix_clocks():
-    with pytest.raises(
-        ResultsError, match=r"two clocks \(device: candidates \[0, 2\]; host: candidates \[1\]\)"
-    ):
+    with pytest.raises(ResultsError, match=r"two clocks \(device: candidates \[0, 2\]; host: candidates \[1\]\)"):
         rank({0: device(1.0), 1: host(1.0), 2: device(2.0)}, separation=3.0)
 
 

@@ -8,7 +8,6 @@ import itertools
 import logging
 import os
 import pathlib
-import random
 import tempfile
 import threading
 import time
@@ -277,7 +276,6 @@ def test_a_function_without_hyperparameters_is_timed() -> None:
     assert [row.hyperparams for row in results.timed] == [{}]
 
 
-@pytest.mark.xfail(reason="the first rounds are one stretch, which no deadline cuts short")
 def test_no_round_of_slow_candidates_starts_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CONFIG, "profiling_samples", 5)
     monkeypatch.setattr(CONFIG, "max_measure_s", 0.1)
@@ -285,7 +283,6 @@ def test_no_round_of_slow_candidates_starts_after_the_deadline(monkeypatch: pyte
     assert all(len(row.samples_ns) <= 2 for row in results.timed)
 
 
-@pytest.mark.xfail(reason="a jit with compiler options cannot be nested in the jit of a candidate")
 def test_a_jitted_function_keeps_its_compiler_options() -> None:
     jitted = jax.jit(scale, static_argnames="b", compiler_options={"xla_cpu_enable_fast_math": True})
     assert len(tune(jitted, {"b": [2, 3]}).tune(X).timed) == 2
@@ -510,6 +507,24 @@ def test_a_tuned_function_inside_a_tuned_function_inside_another() -> None:
     third = tune(lambda x, *, d: second(x) - d, {"d": [0, 1]})
     assert third(X).shape == X.shape
     assert all(tuned.results is not None for tuned in (first, second, third))
+
+
+def test_a_host_callback_may_call_a_tuned_function(run_python: Callable[..., Any]) -> None:
+    done = run_python("""
+        import faulthandler
+        faulthandler.dump_traceback_later(60, exit=True)
+        import jax, jax.numpy as jnp, numpy as np
+        from tune_jax import CONFIG, tune
+        CONFIG.profiling_samples, CONFIG.max_rounds = 1, 1
+        inner = tune(lambda x, *, b: x * b / b, {"b": [2, 3]})
+
+        def outer(x, *, c):
+            shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+            return jax.pure_callback(lambda v: np.asarray(inner(np.asarray(v))), shape, x) * c / c
+
+        print(tune(outer, {"c": [1, 2]})(jnp.ones(2)).tolist())
+    """)
+    assert done.stdout.strip() == "[1.0, 1.0]"
 
 
 def test_a_tuned_function_that_calls_itself_with_less() -> None:
@@ -789,7 +804,13 @@ def test_the_seed_decides_the_order_of_launches(monkeypatch: pytest.MonkeyPatch)
         orders.append([name.rpartition("_")[2] for name in order])
         return [LaunchTime(n, 100.0 * (1 + int(n.rpartition("_")[2])), 1.0, ()) for n in order]
 
-    monkeypatch.setattr(timers, "read_launches", read)
-    for seed in (5, 5, random.Random(0).randrange(100)):
+    def first_round(seed: int) -> list[str]:
+        orders.clear()
         tune(scale, {"b": [1, 2, 3, 4]}, seed=seed).tune(X)
-    assert orders[0] == orders[1]
+        # Behind the warm-up; how many rounds follow in this trace depends on the first runs.
+        return orders[0][timers.WARM_UP :][:4]
+
+    monkeypatch.setattr(timers, "read_launches", read)
+    rounds = [first_round(seed) for seed in (5, 5, 6, 7, 8, 9)]
+    assert rounds[0] == rounds[1]
+    assert len({tuple(each) for each in rounds}) > 1

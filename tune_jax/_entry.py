@@ -62,7 +62,10 @@ class ByName:
         named = _named(tunable, self._trace, tunable.signature)
         donated = tuple(tunable.donated_names)
         self.run: Callable[..., Any] = jax.jit(
-            named, static_argnames=tuple(static_names), donate_argnames=donated or None
+            named,
+            static_argnames=tuple(static_names),
+            donate_argnames=donated or None,
+            compiler_options=dict(tunable.compiler_options) or None,
         )
 
     def stage(self, args: Args, kwargs: Kwargs) -> tuple[Any, Args, Kwargs]:
@@ -159,6 +162,7 @@ class ByLeaf:
             _named(self._tunable, self._trace, inspect.signature(self._trace)),
             static_argnums=0,
             donate_argnums=tuple(1 + i for i, name in enumerate(call.input_parameters) if name in donated),
+            compiler_options=dict(self._tunable.compiler_options) or None,
             **options,
         )
 

@@ -160,4 +160,7 @@ def _make_block(size: int, dtype: np.dtype[Any], rng: np.random.Generator) -> np
         return rng.integers(0, largest + 1, size).astype(dtype)
     if jax.dtypes.issubdtype(dtype, np.complexfloating):
         return (rng.standard_normal(size) + 1j * rng.standard_normal(size)).astype(dtype)
-    return rng.standard_normal(size, dtype=np.float32).astype(dtype)
+    values = rng.standard_normal(size, dtype=np.float32)
+    # The one float kind without a sign, for scales, turns negative numbers into NaN.
+    unsigned = float(ml_dtypes.finfo(dtype).min) > 0  # type: ignore[no-untyped-call]
+    return (np.abs(values) if unsigned else values).astype(dtype)

@@ -148,8 +148,19 @@ def key_impl_name(dtype: Any) -> str:
 @contextlib.contextmanager
 def outside_traces() -> Iterator[None]:
     """Leave the ambient trace: inside, arrays are concrete, and programs compile, run and may return NaN or inf."""
+    names = _core.trace_ctx.axis_env
     with jax.core.eval_context(), jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
-        yield
+        # Axis names stay when the trace goes, and what uses one could then be traced, but not lowered.
+        _core.trace_ctx.set_axis_env(_core.top_axis_env)
+        try:
+            yield
+        finally:
+            _core.trace_ctx.set_axis_env(names)
+
+
+def axis_names() -> tuple[Any, ...]:
+    """The names of the axes that collectives can use here."""
+    return tuple(_core.get_axis_env().axis_sizes)
 
 
 def jit_is_disabled() -> bool:
@@ -203,6 +214,11 @@ def jit_statics(function: Any) -> frozenset[str]:
 def jit_donations(function: Any) -> frozenset[str]:
     """Names of a jitted function's donated parameters."""
     return _named_parameters(function, "donate_argnames", "donate_argnums")
+
+
+def jit_compiler_options(function: Any) -> dict[str, Any]:
+    """The compiler options of a jitted function."""
+    return dict(function._jit_info.compiler_options_kvs)
 
 
 def _named_parameters(function: Any, names_field: str, numbers_field: str) -> frozenset[str]:

@@ -12,6 +12,8 @@ from typing import Any
 import jax
 
 from tune_jax._call import Call
+from tune_jax._errors import NoCandidateError
+from tune_jax._jax import axis_names, outside_traces
 from tune_jax._key import Key, default_device, describe_placement, device_of, make_key
 from tune_jax._outline import candidates_of, outline
 from tune_jax._records import Candidate, Tunable
@@ -50,21 +52,20 @@ def find_winner(
 ) -> Candidate:
     """Return the candidate that this call shall run, tuning if nobody has.
 
-    A call with nothing to choose is not tuned, and one for a platform that is not here, or of shapes that an exported
-    program leaves open, takes the first candidate. A thread that meets a key which it is tuning already does so too.
+    A call with nothing to choose is not tuned. One that cannot be run here takes the first candidate, with a warning.
+    A thread that meets a key which it is tuning already takes the first candidate too.
     """
-    choices = candidates_of(call)
-    if len(choices) == 1 and call.fixed:
+    if call.fixed and len(choices := candidates_of(call)) == 1:
         return choices[0]
-    sized = all(isinstance(size, int) for aval in avals for size in aval.shape)
-    with _on_platform(platforms or [default_device().platform]) as here:
-        if here and sized:
+    wanted = platforms or [default_device().platform]
+    with _on_platform(wanted) as here:
+        obstacle = _find_obstacle(call, avals) if here else f"no {' or '.join(wanted)} device is here to tune on"
+        if obstacle is None:
             results = tune_once(call, avals, given)
             return outline(call, avals).first if results is None else _as_candidate(results)
     first = outline(call, avals).first
-    lacking = f"no {' or '.join(platforms or ())} device is here to tune on" if sized else "its shapes are left open"
     warnings.warn(
-        f"{call.tunable.name}: {lacking}, so the first candidate, {dict(first.hyperparams)}, is used.",
+        f"{call.tunable.name}: {obstacle}, so the first candidate, {dict(first.hyperparams)}, is used.",
         stacklevel=2,
     )
     return first
@@ -97,6 +98,25 @@ def tune_once(call: Call, avals: Sequence[Any], given: Sequence[Any]) -> Results
 def key_of(call: Call, avals: Sequence[Any], given: Sequence[Any]) -> Key:
     """The key of a call on the device that it would run on."""
     return make_key(call, avals, placement=describe_placement(given), device=device_of(given).device_kind)
+
+
+def _find_obstacle(call: Call, avals: Sequence[Any]) -> str | None:
+    """Why a call cannot be run on its own, or None if it can."""
+    if not all(isinstance(size, int) for aval in avals for size in aval.shape):
+        return "its shapes are left open"
+    names = axis_names()
+    if names and not _stands_alone(call, avals):
+        return f"it needs the axis names around it ({', '.join(map(str, names))}), which are not there while tuning"
+    return None
+
+
+def _stands_alone(call: Call, avals: Sequence[Any]) -> bool:
+    try:
+        with outside_traces():
+            outline(call, avals)
+    except NoCandidateError:
+        return False
+    return True
 
 
 @contextlib.contextmanager

@@ -113,9 +113,9 @@ def _push_forward(
 def _transpose(cotangents: Sequence[Any], *inputs: Any, call: Call) -> list[Any]:
     linear = [index for index, value in enumerate(inputs) if _jax.is_linear_input(value)]
     avals = [value.aval if index in linear else jax.typeof(value) for index, value in enumerate(inputs)]
-    known = [None if index in linear else value for index, value in enumerate(inputs)]
-    winner = _cached_jit(call, find_winner(call, [_jax.shaped(aval) for aval in avals], known))
-    back = jax.linear_transpose(_along(winner, known, linear), *abstract_inputs([avals[index] for index in linear]))
+    given = [None if index in linear or not is_concrete(value) else value for index, value in enumerate(inputs)]
+    winner = _cached_jit(call, find_winner(call, [_jax.shaped(aval) for aval in avals], given))
+    back = jax.linear_transpose(_along(winner, inputs, linear), *abstract_inputs([avals[index] for index in linear]))
     found = dict(zip(linear, back(tuple(map(_jax.instantiate, cotangents))), strict=True))
     return [found.get(index) for index in range(len(inputs))]
 

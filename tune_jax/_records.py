@@ -86,6 +86,7 @@ class Tunable:
     seed: int = 0
     static_names: frozenset[str] = frozenset()
     donated_names: frozenset[str] = frozenset()
+    compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     in_shardings: Any = None
     out_shardings: Any = None
     example_args: Any = None

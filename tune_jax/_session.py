@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import logging
+import operator
 import re
 import time
 import warnings
@@ -106,7 +108,7 @@ def _build_all(call: Call, avals: Sequence[Any], candidates: Sequence[Candidate]
 def _measure_all(call: Call, built: Built, inputs: Sequence[Any], platform: str) -> Measured:
     asked = call.tunable
     failures: dict[int, Failure] = {}
-    programs = [_launchable(program, inputs, failures) for program in built.programs]
+    programs = [_launchable(built, program, inputs, failures) for program in built.programs]
     device_timer = DeviceTimer(platform, asked.kernel_filter, asked.keep_trace)
     with GATE.measuring(), progress_bar(f"timing {asked.name}", len(programs), wanted=asked.progress) as advance:
         try:
@@ -136,7 +138,7 @@ def _run_rounds(
     return measure(programs, timer, effort, seed=call.tunable.seed, on_round=advance)
 
 
-def _launchable(program: Program, inputs: Sequence[Any], failures: dict[int, Failure]) -> Launchable:
+def _launchable(built: Built, program: Program, inputs: Sequence[Any], failures: dict[int, Failure]) -> Launchable:
     def launch() -> None:
         if program.id in failures:
             return
@@ -144,7 +146,8 @@ def _launchable(program: Program, inputs: Sequence[Any], failures: dict[int, Fai
         if isinstance(outcome, Failure):
             failures[program.id] = outcome
 
-    return Launchable(program.id, program.module, launch, lambda: program.id in failures)
+    has_failed = functools.partial(operator.contains, failures, program.id)
+    return Launchable(program.id, program.module, launch, has_failed, built.first_run_ns[program.id])
 
 
 def _check_seen(call: Call, samples: Mapping[int, Samples], failures: Mapping[int, Failure]) -> None:
@@ -171,6 +174,8 @@ def donated_inputs(call: Call) -> tuple[bool, ...]:
 def jit_options(call: Call, donated: Sequence[bool]) -> dict[str, Any]:
     """The options of `jax.jit` for a function of the call's inputs."""
     options: dict[str, Any] = {"donate_argnums": tuple(i for i, gives in enumerate(donated) if gives)}
+    if call.tunable.compiler_options:
+        options["compiler_options"] = dict(call.tunable.compiler_options)
     if output_shardings(call) is not None:
         options["out_shardings"] = output_shardings(call)
     return options

@@ -11,7 +11,7 @@ from typing import Any
 
 from tune_jax._errors import HyperparamsError, OptionError
 from tune_jax._function import TunedFunction
-from tune_jax._jax import is_jitted, jit_donations, jit_statics
+from tune_jax._jax import is_jitted, jit_compiler_options, jit_donations, jit_statics
 from tune_jax._records import Tunable
 from tune_jax._space import check_names, read_sample_num, read_space
 
@@ -84,6 +84,7 @@ def tune(
         return functools.partial(tune, **given)
     _check_function(function)
     statics, donated = _read_jit(function)
+    compiler_options = _read_compiler_options(function)
     function = _open_jitted(function, hyperparams)
     signature = _read_signature(function)
     name = _read_name(function)
@@ -100,6 +101,7 @@ def tune(
             seed=_read_seed(seed),
             static_names=statics | _read_static_names(static_argnames, signature, name),
             donated_names=donated,
+            compiler_options=compiler_options,
             in_shardings=in_shardings,
             out_shardings=out_shardings,
             example_args=example_args,
@@ -126,22 +128,36 @@ def _check_function(function: Any) -> None:
         )
 
 
+def _own_jit(function: Any) -> Any:
+    """The jitted function that `function` is, or is a method of; None if it is not jitted."""
+    jitted = function.__func__ if isinstance(function, types.MethodType) else function
+    return jitted if is_jitted(jitted) else None
+
+
+def _read_compiler_options(function: Any) -> dict[str, Any]:
+    jitted = _own_jit(function)
+    return {} if jitted is None else jit_compiler_options(jitted)
+
+
 def _read_jit(function: Callable[..., Any]) -> tuple[frozenset[str], frozenset[str]]:
     """The names that a jitted function or method has static, and those it donates."""
-    jitted = function.__func__ if isinstance(function, types.MethodType) else function
-    if not is_jitted(jitted):
+    jitted = _own_jit(function)
+    if jitted is None:
         return frozenset(), frozenset()
     bound = frozenset() if jitted is function else frozenset(list(inspect.signature(jitted).parameters)[:1])
     return jit_statics(jitted) - bound, jit_donations(jitted) - bound
 
 
 def _open_jitted(function: Callable[..., Any], space: Any) -> Callable[..., Any]:
-    """Take a jitted function as it is if its hyperparameters are known to be static there, else the function inside."""
+    """Take a jitted function as it is if its hyperparameters are known to be static there, else the function inside.
+
+    One with compiler options is opened too, because XLA takes these at the top level only: they move there.
+    """
     if isinstance(function, types.MethodType):
         return types.MethodType(_open_jitted(function.__func__, space), function.__self__)
     if not is_jitted(function):
         return function
-    if callable(space):
+    if callable(space) or jit_compiler_options(function):
         return _inside_jit(function)
     lacking = [name for name in space.names if name not in jit_statics(function)]
     if lacking and len({frozenset(name for name, _ in grid) for grid in space.grids}) > 1:

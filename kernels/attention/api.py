@@ -121,9 +121,7 @@ def _check_ranks(q: Any, k: Any, v: Any) -> None:
 def _check_sizes(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> None:
     shapes = f"got q {q}, k {k}, v {v}"
     if not q[0] == k[0] == v[0]:
-        raise ValueError(
-            f"q, k and v must have the same batch (axis 0), {shapes}; broadcast the smaller one."
-        )
+        raise ValueError(f"q, k and v must have the same batch (axis 0), {shapes}; broadcast the smaller one.")
     if k[1:3] != v[1:3]:
         raise ValueError(
             f"k and v must have the same time and heads (axes 1 and 2), {shapes}; "
@@ -145,8 +143,7 @@ def _check_dtypes(q: Any, k: Any, v: Any) -> None:
     names = tuple(str(array.dtype) for array in (q, k, v))
     if len(set(names)) > 1 or names[0] not in _DTYPES:
         raise TypeError(
-            f"q, k and v must share one dtype out of {', '.join(_DTYPES)}, "
-            f"got {', '.join(names)}; cast with .astype."
+            f"q, k and v must share one dtype out of {', '.join(_DTYPES)}, got {', '.join(names)}; cast with .astype."
         )
 
 
@@ -164,9 +161,7 @@ def _checked_block(name: str, value: Any) -> int | None:
 def _backend(name: str) -> Backend:
     if name not in IMPLEMENTATIONS:
         available = ", ".join(repr(each) for each in IMPLEMENTATIONS)
-        raise ValueError(
-            f"implementation {name!r} is unknown; available: {available}, or None for the best one."
-        )
+        raise ValueError(f"implementation {name!r} is unknown; available: {available}, or None for the best one.")
     return cast(Backend, importlib.import_module(f".{name}", __package__).attention)
 
 

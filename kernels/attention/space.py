@@ -9,9 +9,7 @@ from .api import check_arrays
 _BLOCK_SIZES = (64, 128, 256, 512, 1024)
 
 
-def flash_attention_space(
-    q: Any, k: Any, v: Any, *, causal: bool = False, **statics: Any
-) -> dict[str, list[int]]:
+def flash_attention_space(q: Any, k: Any, v: Any, *, causal: bool = False, **statics: Any) -> dict[str, list[int]]:
     """Hyperparameters of `flash_attention` to try for one call: powers of two, clipped to the lengths.
 
     Give it to the tuner as it is, `tune(flash_attention, hyperparams=flash_attention_space)`, or call it.

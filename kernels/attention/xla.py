@@ -232,6 +232,4 @@ def _vary_alike(*arrays: Array) -> tuple[Array, ...]:
     """
     varying = [jax.typeof(array).manual_axis_type.varying for array in arrays]
     axes = frozenset[str]().union(*varying)
-    return tuple(
-        lax.pcast(x, tuple(axes - has), to="varying") for x, has in zip(arrays, varying, strict=True)
-    )
+    return tuple(lax.pcast(x, tuple(axes - has), to="varying") for x, has in zip(arrays, varying, strict=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from concurrent.futures import Executor, Future
 from typing import Any
 
@@ -96,6 +97,20 @@ def test_a_waiting_measurement_goes_before_new_compiles(background: Executor) ->
     measurement.end()
     assert late.enters()
     late.end()
+
+
+def test_waiting_for_measuring_ends_with_it_and_holds_nothing(background: Executor) -> None:
+    gate = Gate()
+    measurement = Visit(background, gate.measuring())
+    assert measurement.enters()
+    waiting = background.submit(gate.wait_for_measuring)
+    time.sleep(MOMENT_S)
+    assert not waiting.done()
+    measurement.end()
+    waiting.result(SOON_S)
+    following = Visit(background, gate.measuring())
+    assert following.enters()
+    following.end()
 
 
 def test_an_error_while_compiling_lets_a_measurement_in(background: Executor) -> None:

@@ -8,7 +8,7 @@ import pathlib
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ import pytest
 from tune_jax._build import threads
 from tune_jax._build.gate import GATE, Gate
 from tune_jax._build.programs import Lowering, Program
-from tune_jax._build.threads import Built, build, usable_cores
+from tune_jax._build.threads import Built, build, slowest_first, usable_cores
 from tune_jax._records import Candidate, Failure
 
 SOON_S = 30.0
@@ -79,8 +79,9 @@ def test_every_distinct_program_is_compiled_once() -> None:
 
     built = run_build(list_candidates(6), lower)
     assert sorted(compiled) == ["even", "odd"]
-    assert [program.id for program in built.programs] == [0, 1]
-    assert built.groups == {0: 0, 1: 1, 2: 0, 3: 1, 4: 0, 5: 1}
+    even, odd = built.groups[0], built.groups[1]
+    assert [program.id for program in built.programs] == sorted({even, odd})
+    assert built.groups == {0: even, 1: odd, 2: even, 3: odd, 4: even, 5: odd}
 
 
 def test_programs_without_a_text_are_never_shared() -> None:
@@ -169,13 +170,30 @@ def test_workers_compile_at_the_same_time() -> None:
 
 
 def test_compiling_starts_while_others_are_still_lowered() -> None:
-    first_compiles = threading.Event()
+    lowered, first_compiles = [], threading.Event()
 
     def lower(candidate: Candidate) -> Lowering:
-        assert candidate.id == 0 or first_compiles.wait(SOON_S)
+        assert not lowered or first_compiles.wait(SOON_S)
+        lowered.append(candidate)
         return lower_all_apart(candidate, first_compiles.set)
 
     assert len(run_build(list_candidates(2), lower).programs) == 2
+
+
+@pytest.mark.parametrize(
+    ("choices", "order"),
+    [
+        ([{"m": 16, "n": 16}, {"m": 64, "n": 64}, {"m": 32, "n": 64}], [1, 2, 0]),
+        ([{"m": 16}, {"m": 16}, {"m": 16}], [0, 1, 2]),
+        ([{"m": None, "k": "a"}, {"m": 32, "k": "b"}, {"m": True, "k": "c"}], [1, 0, 2]),
+        ([{"m": 16, "warps": 8}, {"m": 64, "warps": 2}], [1, 0]),
+        ([{"m": 0, "n": 9}, {"m": -300, "n": 2}], [0, 1]),
+        ([{}, {"f": print}], [0, 1]),
+    ],
+)
+def test_large_tiles_are_lowered_first(choices: list[dict[str, Any]], order: list[int]) -> None:
+    candidates = [Candidate(index, choice) for index, choice in enumerate(choices)]
+    assert [candidate.id for candidate in slowest_first(candidates)] == order
 
 
 def test_lowering_and_first_runs_stay_in_the_callers_thread() -> None:
@@ -195,20 +213,39 @@ def test_programs_run_first_one_at_a_time() -> None:
     assert crowd.most == 1
 
 
-def test_no_other_tuning_measures_during_a_first_run(gate: Gate, background: Executor) -> None:
-    measuring = threading.Event()
-    others: list[Future[None]] = []
+def test_a_first_run_waits_while_another_tuning_measures(gate: Gate, background: Executor) -> None:
+    compiling, go_on, ran = threading.Event(), threading.Event(), threading.Event()
 
-    def measure() -> None:
-        with gate.measuring():
-            measuring.set()
+    def compile() -> None:
+        compiling.set()
+        assert go_on.wait(SOON_S)
 
+    building = background.submit(
+        run_build, list_candidates(1), lambda c: lower_all_apart(c, compile), lambda program: ran.set()
+    )
+    assert compiling.wait(SOON_S)
+    # A measuring that waits goes before everything that begins after it.
+    measuring = background.submit(measure_until, gate, ran)
+    deadline = time.monotonic() + SOON_S
+    while not gate._waiting and time.monotonic() < deadline:
+        time.sleep(0.001)
+    go_on.set()
+    assert not measuring.result(SOON_S)
+    assert len(building.result(SOON_S).programs) == 1
+
+
+def measure_until(gate: Gate, ran: threading.Event) -> bool:
+    """Measure for a moment; returns whether something ran meanwhile."""
+    with gate.measuring():
+        return ran.wait(0.1)
+
+
+def test_a_first_run_may_measure_itself(gate: Gate) -> None:
     def first_run(program: Program) -> Failure | None:
-        others.append(background.submit(measure))
-        return Failure("run", "Disturbed", "") if measuring.wait(0.1) else None
+        with gate.measuring():
+            return None
 
-    assert run_build(list_candidates(1), first_run=first_run).failures == {}
-    others[0].result(SOON_S)
+    assert len(run_build(list_candidates(2), first_run=first_run).programs) == 2
 
 
 def test_progress_is_told_of_every_candidate_once() -> None:

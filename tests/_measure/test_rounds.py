@@ -166,6 +166,41 @@ def test_a_program_that_has_failed_is_not_in_the_race() -> None:
     assert {key for order in timer.orders[1:] for key in order} == {1, 2}
 
 
+def with_first_runs(*first_runs_ns: float) -> list[Launchable]:
+    programs = make_programs(len(first_runs_ns))
+    return [dataclasses.replace(p, first_run_ns=ns) for p, ns in zip(programs, first_runs_ns, strict=True)]
+
+
+def count_launches(programs: list[Launchable], timer: Timer) -> list[int]:
+    effort = Effort(5, 5, 100.0, separation=3.0, tie_tolerance=0.005)
+    samples = measure(programs, timer, effort, seed=0, on_round=lambda done: None)
+    return [len(samples[program.id].durations_ns) for program in programs]
+
+
+def test_a_program_out_of_reach_twice_gets_one_round() -> None:
+    assert count_launches(with_first_runs(1e3, 1e3, 2e4), FakeTimer(noisy(1e3, 2e3, 2e4))) == [5, 5, 1]
+
+
+def test_a_program_that_was_slow_in_its_first_run_only_gets_all_rounds() -> None:
+    assert count_launches(with_first_runs(1e3, 1e6), FakeTimer(noisy(1e3, 2e3))) == [5, 5]
+
+
+def test_a_program_that_was_slow_in_the_first_round_only_gets_all_rounds() -> None:
+    timer = FakeTimer(lambda program, launch: 1e6 if (program, launch) == (1, 0) else 1e3)
+    assert count_launches(with_first_runs(1e3, 1e3, 5e4), timer) == [5, 5, 5]
+
+
+def test_a_failed_program_puts_no_other_out_of_reach() -> None:
+    failed, *others = with_first_runs(1e3, 5e4, 5e4)
+    failed = dataclasses.replace(failed, has_failed=lambda: True)
+    assert count_launches([failed, *others], FakeTimer(noisy(1.0, 5e4, 5e4)))[1:] == [5, 5]
+
+
+def test_programs_of_which_the_clock_saw_nothing_are_not_out_of_reach() -> None:
+    timer = FakeTimer(lambda program, launch: None if launch == 0 else 1e3)
+    assert count_launches(with_first_runs(1e3, 1e6), timer) == [5, 5]
+
+
 def test_a_launch_that_was_not_seen_is_not_a_number_among_the_others() -> None:
     timer = FakeTimer(lambda program, launch: None if launch == 1 else 100.0)
     samples = run_measure(timer, 1, first_rounds=3, max_rounds=3)

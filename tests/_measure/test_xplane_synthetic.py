@@ -23,9 +23,7 @@ def make_trace(planes: dict[str, dict[str, list[Row]]]) -> bytes:
 def make_plane(lines: dict[str, list[Row]]) -> str:
     rows = [row for line in lines.values() for row in line]
     names = {name: index for index, name in enumerate(dict.fromkeys(row[0] for row in rows), 1)}
-    stats = {
-        name: index for index, name in enumerate(dict.fromkeys(stat for row in rows for stat in row[3]), 1)
-    }
+    stats = {name: index for index, name in enumerate(dict.fromkeys(stat for row in rows for stat in row[3]), 1)}
     written = [make_line(line, events, names, stats) for line, events in lines.items()]
     written += [make_metadata("event_metadata", name, key) for name, key in names.items()]
     written += [make_metadata("stat_metadata", name, key) for name, key in stats.items()]
@@ -72,9 +70,7 @@ def test_kernels_on_two_streams_count_once_where_they_overlap() -> None:
         "Stream #2(Compute)": [kernel("a", "y", 5, 20)],
     }
     (time,) = read_launches(make_trace({"/device:GPU:0": streams}), ["a"])
-    assert time == LaunchTime(
-        "a", 20.0, 20.0, (KernelTime("x", "x.1", 1, 10.0), KernelTime("y", "y.1", 1, 15.0))
-    )
+    assert time == LaunchTime("a", 20.0, 20.0, (KernelTime("x", "x.1", 1, 10.0), KernelTime("y", "y.1", 1, 15.0)))
 
 
 def test_kernels_come_in_order_of_first_appearance() -> None:
@@ -235,9 +231,7 @@ def test_tpu_ops_belong_to_the_module_event_that_holds_them() -> None:
     modules: list[Row] = [("jit_a(123)", 0, 50, {}), ("jit_b(45)", 60, 90, {}), ("jit_a(123)", 100, 150, {})]
     ops: list[Row] = [("x", 0, 20, {}), ("y", 30, 40, {}), ("x", 60, 75, {}), ("x", 100, 121, {})]
     times = read_launches(make_tpu_trace(modules, ops), ["jit_a", "jit_b", "jit_a"])
-    assert times[0] == LaunchTime(
-        "jit_a", 30.0, 40.0, (KernelTime("x", "x", 1, 20.0), KernelTime("y", "y", 1, 10.0))
-    )
+    assert times[0] == LaunchTime("jit_a", 30.0, 40.0, (KernelTime("x", "x", 1, 20.0), KernelTime("y", "y", 1, 10.0)))
     assert busy(times) == [30, 15, 21]
 
 

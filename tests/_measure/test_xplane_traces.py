@@ -99,9 +99,7 @@ def test_copies_that_carry_the_program_are_kernels_with_their_op() -> None:
 
 def test_a_program_that_returns_its_input_is_one_copy() -> None:
     launch = read("graphs_and_noop")[2]
-    assert [(kernel.name, kernel.op_name, kernel.count) for kernel in launch.kernels] == [
-        ("MemcpyD2D", "copy.1", 1)
-    ]
+    assert [(kernel.name, kernel.op_name, kernel.count) for kernel in launch.kernels] == [("MemcpyD2D", "copy.1", 1)]
 
 
 def test_kernels_of_a_graph_go_by_their_own_names() -> None:
@@ -160,9 +158,7 @@ def test_the_filter_does_not_see_the_program_name() -> None:
 
 
 def test_a_filter_that_matches_nothing_is_not_a_missing_launch() -> None:
-    times = read_launches(
-        load("mosaic_two"), ["jit_candidate_0", "jit_nothing"], kernel_filter=re.compile("no")
-    )
+    times = read_launches(load("mosaic_two"), ["jit_candidate_0", "jit_nothing"], kernel_filter=re.compile("no"))
     assert times == [LaunchTime("jit_candidate_0", 0.0, 0.0, ()), None]
 
 

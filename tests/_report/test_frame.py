@@ -20,9 +20,7 @@ def build(hyperparams, *, failed=(), groups=None):
         function="f",
         call="",
         candidates=[Candidate(i, hyperparams[i]) for i in count],
-        samples={
-            i: Samples("device", (100.0 * (i + 1),) * 3) for i in count if i not in {*failed, *(groups or {})}
-        },
+        samples={i: Samples("device", (100.0 * (i + 1),) * 3) for i in count if i not in {*failed, *(groups or {})}},
         failures={i: Failure("run", "ValueError", "bad\nworse") for i in failed},
         groups=groups or {},
         device_kind="cpu",

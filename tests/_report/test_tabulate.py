@@ -18,9 +18,7 @@ def build(count=3, *, failed=(), kernels=KERNELS):
         function="attention",
         call="",
         candidates=[Candidate(i, {"block": 64 * (i + 1)}) for i in range(count)],
-        samples={
-            i: Samples("device", (100.0 * (i + 1),) * 2, (), kernels) for i in range(count) if i not in failed
-        },
+        samples={i: Samples("device", (100.0 * (i + 1),) * 2, (), kernels) for i in range(count) if i not in failed},
         failures={i: Failure("trace", "TypeError", "no") for i in failed},
         device_kind="cpu",
         wall_s=1.0,
@@ -80,9 +78,7 @@ def test_nothing_at_all_says_so_as_well(target):
     assert tabulate(target).startswith("Nothing has been tuned yet: call the function")
 
 
-@pytest.mark.parametrize(
-    "target", [3, "attention", len, Tuned(5), [1]], ids=["int", "str", "plain", "odd", "list"]
-)
+@pytest.mark.parametrize("target", [3, "attention", len, Tuned(5), [1]], ids=["int", "str", "plain", "odd", "list"])
 def test_anything_else_is_an_error_that_says_what_to_pass(target):
     with pytest.raises(ArgumentError, match="expected a tuned function, its results or its timing_results"):
         tabulate(target)

@@ -127,10 +127,7 @@ def test_shows_every_id(ids, text):
 
 
 def test_hyperparams_in_a_sentence_show_none():
-    assert (
-        show_hyperparams({"block_q": 64, "num_warps": None, "mode": ""})
-        == "block_q=64, num_warps=None, mode=''"
-    )
+    assert show_hyperparams({"block_q": 64, "num_warps": None, "mode": ""}) == "block_q=64, num_warps=None, mode=''"
 
 
 def test_no_hyperparams_are_no_text():

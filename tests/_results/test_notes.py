@@ -10,15 +10,11 @@ from tune_jax._results.notes import list_failures, list_notes, summarise_failure
 
 
 def timed(id, median_ns, *, clock="device", tied=False, spans_ns=(), shares_with=()):
-    return Row(
-        id, {"block": id}, (median_ns,), spans_ns, clock, slowdown=1.0, tied=tied, shares_with=shares_with
-    )
+    return Row(id, {"block": id}, (median_ns,), spans_ns, clock, slowdown=1.0, tied=tied, shares_with=shares_with)
 
 
 def failed(id, message="too large", *, stage="compile", error_type="ValueError", hyperparams=None):
-    return Row(
-        id, {"block": id} if hyperparams is None else hyperparams, failure=Failure(stage, error_type, message)
-    )
+    return Row(id, {"block": id} if hyperparams is None else hyperparams, failure=Failure(stage, error_type, message))
 
 
 def gather(*rows, **fields):

@@ -17,9 +17,7 @@ def build(times_ns, *, failures=None, clock="device", warnings=()):
         call="q: f32[8]",
         candidates=[Candidate(i, {"block": 64 * (i + 1), "warps": None}) for i in range(len(times_ns))],
         samples={i: Samples(clock, (t, t)) for i, t in enumerate(times_ns) if t is not None},
-        failures={
-            i: Failure("compile", "ValueError", "<too large>") for i, t in enumerate(times_ns) if t is None
-        },
+        failures={i: Failure("compile", "ValueError", "<too large>") for i, t in enumerate(times_ns) if t is None},
         device_kind="cpu",
         wall_s=1.5,
         separation=3.0,

@@ -64,9 +64,7 @@ def test_names_come_in_the_order_of_the_grid():
 
 
 def test_numbers_go_right_and_words_left():
-    table = tabulate_all(
-        timed(0, {"n": 1, "s": "x", "mixed": 1}, 1.0), timed(1, {"n": None, "mixed": "y"}, 2.0)
-    )
+    table = tabulate_all(timed(0, {"n": 1, "s": "x", "mixed": 1}, 1.0), timed(1, {"n": None, "mixed": "y"}, 2.0))
     assert table.aligns == ("right", "right", "left", "left", "right", "right", "right")
 
 
@@ -157,9 +155,7 @@ def test_a_table_without_lines_is_its_title():
 
 
 def test_a_format_that_does_not_exist_is_an_error_that_lists_those_that_do():
-    with pytest.raises(
-        ArgumentError, match=r"tablefmt='fancy' is not a table format; expected one of .*github"
-    ):
+    with pytest.raises(ArgumentError, match=r"tablefmt='fancy' is not a table format; expected one of .*github"):
         render(SIMPLE, tablefmt="fancy")
 
 

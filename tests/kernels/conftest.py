@@ -76,9 +76,7 @@ class Oracle:
         dk = scale * np.einsum("bhqk,bqhd->bkhd", dscores, q64)
         return dq, _sum_groups(dk, k.shape[2]), _sum_groups(dv, k.shape[2])
 
-    def check_forward(
-        self, out: Any, q: Any, k: Any, v: Any, tolerance: float | None = None, **call: Any
-    ) -> None:
+    def check_forward(self, out: Any, q: Any, k: Any, v: Any, tolerance: float | None = None, **call: Any) -> None:
         want = self.forward(q, k, v, **call)
         assert out.shape == want.shape
         assert out.dtype == q.dtype

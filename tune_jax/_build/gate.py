@@ -27,6 +27,11 @@ class Gate:
         finally:
             self._leave_compiling()
 
+    def wait_for_measuring(self) -> None:
+        """Return once no one measures or is about to, and hold nothing."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._measuring and not self._waiting)
+
     @contextlib.contextmanager
     def measuring(self) -> Iterator[None]:
         """Hold while measuring; waits until no one compiles or measures. Never hold it while tracing."""

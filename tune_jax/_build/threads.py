@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import math
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 from tune_jax._build.gate import GATE
@@ -14,16 +15,21 @@ from tune_jax._build.programs import Lowering, Program, compile_program
 from tune_jax._failure import attempt
 from tune_jax._records import Candidate, Failure
 
+_SMALLEST_TILE = 16
 _CGROUP_QUOTA = "/sys/fs/cgroup/cpu.max"
 
 
 @dataclasses.dataclass
 class Built:
-    """What building gives: distinct programs, failures by candidate, and whose program each candidate shares."""
+    """What building gives: distinct programs, failures by candidate, and whose program each candidate shares.
+
+    `first_run_ns` is what each program's first run took by the host's clock.
+    """
 
     programs: list[Program] = dataclasses.field(default_factory=list)
     failures: dict[int, Failure] = dataclasses.field(default_factory=dict)
     groups: dict[int, int] = dataclasses.field(default_factory=dict)
+    first_run_ns: dict[int, int] = dataclasses.field(default_factory=dict)
 
     def fail(self, program_id: int, failure: Failure) -> None:
         """Record a failure for every candidate that shares a program."""
@@ -50,7 +56,7 @@ def build(
         pending = list(_submit_distinct(pool, slowest_first(candidates), lower, built, donated, on_done))
         for future in concurrent.futures.as_completed(pending):
             program_id, outcome = future.result()
-            failure = outcome if isinstance(outcome, Failure) else _run_first(outcome, first_run)
+            failure = outcome if isinstance(outcome, Failure) else _run_first(outcome, first_run, built)
             if failure is not None:
                 built.fail(program_id, failure)
             elif isinstance(outcome, Program):
@@ -62,17 +68,17 @@ def build(
 
 
 def slowest_first(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Order candidates by how long they may take to compile, by the product of their numbers: large tiles, much code.
+    """Order candidates by how long they may take to compile: those with the largest tiles first.
 
-    A compile that starts last and takes longest is one that all other threads wait for: on 108 attention kernels,
-    16 threads and an H200, this order took 7.2 s where the grid's took 9.8 s.
+    All threads wait for a slow compile that starts last. A number of 16 or more counts as the size of a tile; smaller
+    ones, such as warps and stages, say little of how much code there is.
     """
-    return sorted(candidates, key=_product_of_numbers, reverse=True)
+    return sorted(candidates, key=_tile_size, reverse=True)
 
 
-def _product_of_numbers(candidate: Candidate) -> float:
+def _tile_size(candidate: Candidate) -> float:
     values = candidate.hyperparams.values()
-    return math.prod(abs(v) for v in values if isinstance(v, int | float) and not isinstance(v, bool) and v)
+    return math.prod(v for v in values if isinstance(v, int | float) and v >= _SMALLEST_TILE)
 
 
 def _submit_distinct(
@@ -100,10 +106,14 @@ def _submit_distinct(
         yield future
 
 
-def _run_first(program: Program, first_run: Callable[[Program], Failure | None]) -> Failure | None:
-    # A first run would disturb another tuning's measuring just as a compile would.
-    with GATE.compiling():
-        return first_run(program)
+def _run_first(program: Program, first_run: Callable[[Program], Failure | None], built: Built) -> Failure | None:
+    # A first run would disturb another tuning's measuring, as a compile would. It holds up none that begins
+    # meanwhile, because a host callback in it may call a tuned function and wait for that one's.
+    GATE.wait_for_measuring()
+    started = time.perf_counter_ns()
+    failure = first_run(program)
+    built.first_run_ns[program.id] = time.perf_counter_ns() - started
+    return failure
 
 
 def _compile(lowering: Lowering, donated: tuple[bool, ...]) -> tuple[int, Program | Failure]:

@@ -19,13 +19,15 @@ WARM_UP = 3
 class Launchable:
     """A program as timers see it: an id, the name of its module, and a launch that waits for the end.
 
-    `has_failed` says whether a launch went wrong, after which the program is out of the race.
+    `has_failed` says whether a launch went wrong, after which the program is out of the race. `first_run_ns` is what
+    its first run took by the host's clock, 0 if that is not known.
     """
 
     id: int
     module: str
     launch: Callable[[], None]
     has_failed: Callable[[], bool] = lambda: False
+    first_run_ns: float = 0.0
 
 
 class Timer(Protocol):

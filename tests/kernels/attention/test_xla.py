@@ -93,9 +93,7 @@ def test_causal_agrees_with_jax(oracle: Any) -> None:
 
 
 @pytest.mark.parametrize("lengths", [(100, 30), (30, 100)])
-def test_lengths_that_differ_without_causal(
-    check_both_passes: Any, oracle: Any, lengths: tuple[int, int]
-) -> None:
+def test_lengths_that_differ_without_causal(check_both_passes: Any, oracle: Any, lengths: tuple[int, int]) -> None:
     check_both_passes(oracle.Shape(*lengths), block_q=32, block_k=16)
 
 
@@ -137,9 +135,7 @@ def test_head_dims(check_both_passes: Any, oracle: Any, depth: int, v_depth: int
     check_both_passes(shape, causal=True, block_q=16, block_k=32)
 
 
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "dtype"), [(6, 2, "float32"), (4, 1, "bfloat16"), (3, 3, "float16")]
-)
+@pytest.mark.parametrize(("heads", "kv_heads", "dtype"), [(6, 2, "float32"), (4, 1, "bfloat16"), (3, 3, "float16")])
 def test_query_heads_share_key_heads(
     check_both_passes: Any, oracle: Any, heads: int, kv_heads: int, dtype: str
 ) -> None:
@@ -185,15 +181,12 @@ def test_float16_products_beyond_its_range(oracle: Any, causal: bool) -> None:
     oracle.check_forward(flash_attention(q, q, v, causal=causal, block_k=16), q, q, v, causal=causal)
 
 
-def test_float16_gradients_where_sums_of_products_leave_its_range(both_passes: Any, oracle: Any) -> None:
-    shape = oracle.Shape(40, 40, depth=64)
-    q, k, v = oracle.inputs(shape, "float16")
+def test_float16_gradients_where_those_of_scores_leave_its_range(both_passes: Any, oracle: Any) -> None:
+    shape = oracle.Shape(8, 8, depth=64)
+    q, k, v = (x * factor for x, factor in zip(oracle.inputs(shape, "float16"), (0.1, 0.1, 4), strict=True))
     dout = oracle.cotangent(shape, "float16") * 1e4
-    v = v * 4
-    _, grads = both_passes(q * 0.1, k * 0.1, v, dout, block_q=16, block_k=16)
-    wanted = oracle.gradients(q * 0.1, k * 0.1, v, dout)
-    assert np.abs(wanted[0]).max() < 65504
-    oracle.check_gradients(grads, q * 0.1, k * 0.1, v, dout)
+    _, grads = both_passes(q, k, v, dout)
+    oracle.check_gradients(grads, q, k, v, dout)
 
 
 @pytest.mark.parametrize("winner", [0, 20, 36])

@@ -57,9 +57,7 @@ def largest(function: Any, length: int) -> int:
 PASSES = {
     "forward": lambda attention, causal: lambda *qkv: attention(*qkv, causal),
     "backward": gradients,
-    "checkpointed": lambda attention, causal: gradients(
-        jax.checkpoint(attention, static_argnums=(3,)), causal
-    ),
+    "checkpointed": lambda attention, causal: gradients(jax.checkpoint(attention, static_argnums=(3,)), causal),
     "vmapped": lambda attention, causal: (
         lambda *qkv: jax.vmap(lambda q, k, v: attention(q[None], k[None], v[None], causal))(*qkv)
     ),
