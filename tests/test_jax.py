@@ -364,6 +364,12 @@ def test_donated_parameters_are_named_however_they_were_declared():
     assert _jax.jit_donations(jax.jit(_many, donate_argnames=("c",))) == {"c"}
 
 
+def test_compiler_options_are_read_back():
+    options = {"xla_embed_ir_in_executable": True}
+    assert _jax.jit_compiler_options(jax.jit(_many, compiler_options=options)) == options
+    assert _jax.jit_compiler_options(jax.jit(_many)) == {}
+
+
 def test_a_number_among_variadic_arguments_names_nothing():
     assert _jax.jit_statics(jax.jit(lambda *args: args[0], static_argnums=0)) == frozenset()
 

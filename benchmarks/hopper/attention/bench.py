@@ -1,0 +1,261 @@
+"""Correctness, then speed against cuDNN, on the H200: bench.py OUT_FOLDER [check] [shape ...].
+
+Times are device times from jax.profiler, median by kernel name over interleaved rounds in one trace a shape.
+"""
+
+import os
+
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"  # the float32 reference's
+
+import collections
+import concurrent.futures
+import glob
+import statistics
+import sys
+import time
+import traceback
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kernel_v2
+from kernel import attention
+from plan import CHECKS, SHAPES
+
+OUT = sys.argv[1] if len(sys.argv) > 1 else "/tmp/bench"
+ROUNDS, CALLS = 4, 5
+
+
+def draw(seed, batch, tq, tk, heads, kv_heads, d, dtype=jnp.bfloat16):
+    keys = jax.random.split(jax.random.key(seed), 3)
+    shapes = (batch, tq, heads, d), (batch, tk, kv_heads, d), (batch, tk, kv_heads, d)
+    return [jax.random.normal(key, shape, jnp.float32).astype(dtype) for key, shape in zip(keys, shapes)]
+
+
+@jax.jit(static_argnames=("causal", "window", "q_offset", "scale"))
+def reference(q, k, v, row, *, causal=False, window=None, q_offset=0, scale=None):
+    """float32 attention of query rows that begin at `row`, one batch item."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (jnp.repeat(x, group, axis=1).astype(jnp.float32) for x in (k, v))
+    high = jax.lax.Precision.HIGHEST
+    logits = jnp.einsum("qhd,khd->hqk", q.astype(jnp.float32), k, precision=high)
+    logits *= 1 / np.sqrt(q.shape[-1]) if scale is None else scale
+    behind = row + jnp.arange(q.shape[0])[:, None] + q_offset - jnp.arange(k.shape[0])[None]
+    keep = jnp.ones_like(behind, bool)
+    if causal:
+        keep &= behind >= 0
+    if window is not None:
+        keep &= behind < window
+    logits = jnp.where(keep, logits, -jnp.inf)
+    top = logits.max(axis=-1, keepdims=True)
+    weights = jnp.exp(logits - jnp.where(jnp.isfinite(top), top, 0))
+    total = weights.sum(axis=-1, keepdims=True)
+    return jnp.einsum("hqk,khd->qhd", weights / jnp.where(total == 0, 1, total), v, precision=high)
+
+
+@jax.jit
+def _distance(out, expected):
+    out, expected = out.astype(jnp.float32), expected.astype(jnp.float32)
+    far = jnp.sqrt(jnp.square(out - expected).sum() / jnp.maximum(jnp.square(expected).sum(), 1e-30))
+    return jnp.where(jnp.isfinite(out).all(), far, jnp.inf)
+
+
+def distance(out, expected):
+    """Relative error in the 2-norm, infinite where something is not finite."""
+    return float(_distance(out, expected))
+
+
+def poison(shape, dtype):
+    """Leave not-a-numbers in the memory that the next output of this shape is likely to get."""
+    jnp.full(shape, jnp.nan, dtype).block_until_ready().delete()
+
+
+def visible_pairs(t, causal, window):
+    rows = np.arange(t, dtype=np.int64)
+    seen = rows + 1 if causal else np.full(t, t)
+    return int((np.minimum(seen, window) if window else seen).sum())
+
+
+def flops(shape, masks):
+    """The convention of the targets: halved when causal, visible pairs with a window."""
+    batch, t, heads, _, d = shape
+    if masks.get("window"):
+        return 4 * batch * heads * d * visible_pairs(t, True, masks["window"])
+    return 4 * batch * heads * d * t * t // (2 if masks.get("causal") else 1)
+
+
+def ours(masks, config, name):
+    call = kernel_v2.attention if isinstance(config, kernel_v2.Config) else attention
+    return jax.jit(lambda q, k, v: call(q, k, v, config=config, name=name, **masks))
+
+
+def cudnn(masks):
+    window = (masks["window"] - 1, 0) if masks.get("window") else None
+    return jax.jit(
+        lambda q, k, v: jax.nn.dot_product_attention(
+            q, k, v, is_causal=masks.get("causal", False), local_window_size=window, implementation="cudnn"
+        )
+    )
+
+
+def abstract(batch, tq, tk, heads, kv_heads, d):
+    q = jax.ShapeDtypeStruct((batch, tq, heads, d), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((batch, tk, kv_heads, d), jnp.bfloat16)
+    return q, k, k
+
+
+def compile_all(jobs):
+    """{key: compiled or the exception} of {key: (function, abstract arguments)}."""
+
+    def build(job):
+        try:
+            return job[0].lower(*job[1]).compile()
+        except Exception as error:  # noqa: BLE001
+            return error
+
+    with concurrent.futures.ThreadPoolExecutor(14) as pool:
+        return dict(zip(jobs, pool.map(build, jobs.values())))
+
+
+def whole_reference(masks):
+    return jax.jit(lambda q, k, v: jnp.stack([reference(q[b], k[b], v[b], 0, **masks) for b in range(q.shape[0])]))
+
+
+def drawn(shape):
+    return jax.jit(lambda seed: draw(seed, *shape)), (jax.ShapeDtypeStruct((), jnp.int32),)
+
+
+def check(compiled, expect, drawing):
+    """Error of one compiled case against the reference, and whether two runs are equal bit for bit."""
+    q, k, v = drawing(np.int32(time.time_ns() % 2**31))
+    poison(q.shape, q.dtype)
+    out = compiled(q, k, v)
+    same = bool((out.view(jnp.uint16) == compiled(q, k, v).view(jnp.uint16)).all())
+    return distance(out, expect(q, k, v)), same
+
+
+def device_times(folder):
+    """{kernel name: [ns]} of the newest trace in a folder."""
+    path = max(glob.glob(f"{folder}/**/*.xplane.pb", recursive=True), key=os.path.getmtime)
+    times = collections.defaultdict(list)
+    for plane in jax.profiler.ProfileData.from_file(path).planes:
+        if "GPU" not in plane.name:
+            continue
+        for line in plane.lines:
+            if "Stream" in line.name:
+                for event in line.events:
+                    times[event.name].append(event.duration_ns)
+    return times
+
+
+def measure(compiled, arguments, folder):
+    """({name: median device microseconds of a call}, {name: wall}); cuDNN's kernels are summed under 'cudnn'."""
+    options = jax.profiler.ProfileOptions()
+    options.host_tracer_level = 0
+    options.python_tracer_level = 0
+    wall = collections.defaultdict(list)
+    for function in compiled.values():
+        function(*arguments).block_until_ready()
+    jax.profiler.start_trace(folder, profiler_options=options)
+    for _ in range(ROUNDS):
+        for name, function in compiled.items():
+            start = time.perf_counter()
+            for _ in range(CALLS):
+                out = function(*arguments)
+            out.block_until_ready()
+            wall[name].append((time.perf_counter() - start) / CALLS * 1e6)
+    jax.profiler.stop_trace()
+    calls, result, unclaimed = ROUNDS * CALLS, {}, {}
+    for kernel, durations in device_times(folder).items():
+        name = next((n for n in sorted(compiled, key=len, reverse=True) if f"v_{n}_x" in kernel), None)
+        if name is None and ("fprop" in kernel or "cudnn" in kernel or "flash" in kernel):
+            name = "cudnn"
+        if name is None:
+            if len(durations) >= calls:
+                unclaimed[kernel[:60]] = statistics.median(durations) / 1e3
+            continue
+        result[name] = result.get(name, 0) + statistics.median(durations) / 1e3 * len(durations) / calls
+    print("   unclaimed:", unclaimed)
+    return result, {name: statistics.median(x) for name, x in wall.items()}
+
+
+def bench_shape(label, shape, masks, compiled, drawing):
+    t = shape[1]
+    q, k, v = drawing(np.int32(time.time_ns() % 2**31))
+    good = {name: f for name, f in compiled.items() if not isinstance(f, Exception)}
+    row = t // 2 + 37
+    expected = reference(q[-1, row : row + 256], k[-1], v[-1], row, **masks)
+    peer = good["cudnn"](q, k, v)
+    errors = {}
+    for name, function in good.items():
+        poison(q.shape, q.dtype)
+        out = function(q, k, v)
+        errors[name] = (distance(out[-1, row : row + 256], expected), distance(out, peer))
+    device, wall = measure(good, (q, k, v), f"/tmp/trace/{label}")
+    lines = []
+    for name in compiled:
+        if name not in good:
+            lines.append(f"{label:10} {name:14} FAILED {str(compiled[name])[:150]}")
+            continue
+        us = device.get(name, float("nan"))
+        tflops = flops(shape, masks) / us / 1e6
+        ratio = device.get("cudnn", float("nan")) / us
+        lines.append(
+            f"{label:10} {name:14} {us:9.1f} us {tflops:6.0f} TFLOP/s {ratio:6.3f} of cuDNN   wall {wall[name]:8.1f}"
+            f"   error {errors[name][0]:.1e} to cuDNN {errors[name][1]:.1e}"
+        )
+    return lines
+
+
+def main():
+    only = sys.argv[2:]
+    started = time.time()
+    jobs = {}
+    if not only or "check" in only:
+        for key, (shape, masks, config) in CHECKS.items():
+            jobs["check", key] = ours(masks, config, "check"), abstract(*shape)
+            jobs["reference", key] = whole_reference(masks), abstract(*shape)
+            jobs["drawcheck", key] = drawn(shape)
+    for label, (shape, masks, variants) in SHAPES.items():
+        if only and label not in only:
+            continue
+        batch, t, heads, kv_heads, d = shape
+        types = abstract(batch, t, t, heads, kv_heads, d)
+        jobs["draw", label] = drawn((batch, t, t, heads, kv_heads, d))
+        jobs[label, "cudnn"] = cudnn(masks), types
+        for name, config in variants.items():
+            jobs[label, name] = ours(masks, config, f"v_{name}_x"), types
+    compiled = compile_all(jobs)
+    print(
+        f"{jax.devices()[0]} jax {jax.__version__}: {len(jobs)} compiled in {time.time() - started:.0f} s", flush=True
+    )
+    lines = []
+    for key, (shape, masks, _) in CHECKS.items():
+        if ("check", key) not in compiled:
+            continue
+        try:
+            if isinstance(compiled["check", key], Exception):
+                raise compiled["check", key]
+            error, same = check(compiled["check", key], compiled["reference", key], compiled["drawcheck", key])
+            lines.append(f"check {key:24} error {error:.1e} {'ok' if error < 6e-3 and same else 'WRONG'} repeat {same}")
+        except Exception as error:  # noqa: BLE001
+            lines.append(f"check {key:24} FAILED {str(error)[:200]}")
+        print(lines[-1], flush=True)
+    for label, (shape, masks, variants) in SHAPES.items():
+        mine = {name: f for (where, name), f in compiled.items() if where == label}
+        if not mine:
+            continue
+        try:
+            new = bench_shape(label, shape, masks, mine, compiled["draw", label])
+        except Exception:  # noqa: BLE001
+            new = [f"{label} FAILED {traceback.format_exc()[-600:]}"]
+        print("\n".join(new), f"[{time.time() - started:.0f} s]", flush=True)
+        lines += new
+    os.makedirs(OUT, exist_ok=True)
+    with open(f"{OUT}/table.txt", "w") as file:
+        file.write("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
