@@ -1,20 +1,42 @@
-"""Compile a Mosaic GPU kernel to SASS on a machine without a GPU.
+"""PTX, SASS, registers and spills of Mosaic GPU kernels for Hopper, on a machine without a GPU.
 
-`compile_lowered(lowered, folder)` hands the kernel's module to XLA's own MosaicGpuCompile, with a pretend CUDA driver
-(/opt/v-lab/stub) that says "sm_90", and leaves PTX, the ptxas report and SASS in `folder`.
+    mkdir -p STUB && gcc -shared -fPIC -o STUB/libcuda.so.1 benchmarks/hopper/cuda_stub.c
+    python benchmarks/hopper/inspect_sass.py --stub STUB --out OUT benchmarks/hopper/attention 8k/best d64causal/best
+
+The kernel's folder has a plan.py whose `variants()` gives {name: function that lowers it for CUDA}; without names,
+all are compiled. Each kernel's module goes to XLA's own Mosaic GPU compiler, in a process that finds a pretend CUDA
+driver in STUB, one that says "sm_90". Needs jax 0.11 or newer with its CUDA 13 plugin
+(`pip install "jax[cuda13]"`, which brings ptxas and nvdisasm). Linux only.
+
+Prints a line a kernel, and leaves module, PTX, the report of ptxas, SASS and log in OUT/NAME. `serialized` means that
+ptxas makes each wgmma wait for the one before. Counts of instructions are of the whole kernel, not of a loop.
 """
 
+from __future__ import annotations
+
+import argparse
 import ctypes
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 
 import jax
 
 SITE = pathlib.Path(jax.__file__).parent.parent
-STUB = "/opt/v-lab/stub"
+CHILD = "--compile-module"
+NUMBERS = {
+    "registers": r"Used (\d+) registers",
+    "stack": r"(\d+) bytes stack frame",
+    "spill_stores": r"(\d+) bytes spill stores",
+    "spill_loads": r"(\d+) bytes spill loads",
+}
+INSTRUCTIONS = (
+    *("HGMMA", "WARPGROUP.DEPBAR", "WARPGROUP.ARRIVE", "MUFU.EX2", "STL", "LDL", "BSSY"),
+    *("FMUL", "FFMA", "FMNMX", "FADD", "MOV", "SHFL", "SYNCS", "F2FP"),
+)
 
 
 def modules_of(lowered):
@@ -48,71 +70,68 @@ def compile_module(module):
         raise RuntimeError("MosaicGpuCompile failed")
 
 
-def main(code_path, folder, *kernels):
-    """Child process: read the saved module, compile it, leave dumps in the folder."""
-    compile_module(pathlib.Path(code_path).read_bytes())
-
-
-def compile_lowered(lowered, folder):
-    folder = pathlib.Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.iterdir():
-        old.unlink()
+def compile_lowered(lowered, folder, stub):
+    """Compile the one kernel of a lowered computation in a process of its own, and leave the dumps in the folder."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     [module] = modules_of(lowered)
     path = folder / "module.bin"
     path.write_bytes(module)
     root = SITE / "nvidia" / "cu13"
-    env = dict(
-        os.environ,
-        LD_LIBRARY_PATH=STUB,
-        MOSAIC_GPU_CUDA_ROOT=str(root),
-        PATH=f"{root}/bin:{os.environ['PATH']}",
-        MOSAIC_GPU_RUNTIME_LIB_PATH=str(SITE / "jax_cuda13_plugin" / "libmosaic_gpu_runtime.so"),
-        MOSAIC_GPU_DUMP_TO=str(folder),
-        MOSAIC_GPU_DUMP_PTXAS="1",
-        JAX_PLATFORMS="cpu",
-    )
-    done = subprocess.run([sys.executable, __file__, str(path), str(folder)], env=env, capture_output=True, text=True)
+    environment = os.environ | {
+        "LD_LIBRARY_PATH": str(stub.resolve()),
+        "MOSAIC_GPU_CUDA_ROOT": str(root),
+        "PATH": f"{root}/bin:{os.environ['PATH']}",
+        "MOSAIC_GPU_RUNTIME_LIB_PATH": str(SITE / "jax_cuda13_plugin" / "libmosaic_gpu_runtime.so"),
+        "MOSAIC_GPU_DUMP_TO": str(folder.resolve()),
+        "MOSAIC_GPU_DUMP_PTXAS": "1",
+        "JAX_PLATFORMS": "cpu",
+    }
+    command = [sys.executable, __file__, CHILD, str(path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     (folder / "log.txt").write_text(done.stdout + done.stderr)
-    return done
+    if done.returncode:
+        raise RuntimeError(f"no SASS; the end of {folder / 'log.txt'}:\n{done.stderr[-600:]}")
 
 
 def summary(folder):
     """Registers, spills and instruction counts from the dumps."""
-    folder = pathlib.Path(folder)
     text = "\n".join(p.read_text(errors="replace") for p in folder.iterdir() if p.suffix in (".ptxas", ".txt"))
     found = {}
-    for key, pattern in (
-        ("registers", r"Used (\d+) registers"),
-        ("stack", r"(\d+) bytes stack frame"),
-        ("spill_stores", r"(\d+) bytes spill stores"),
-        ("spill_loads", r"(\d+) bytes spill loads"),
-    ):
+    for key, pattern in NUMBERS.items():
         match = re.search(pattern, text)
         found[key] = int(match.group(1)) if match else None
     found["serialized"] = "serializ" in text
     for sass in folder.glob("*.sass*"):
         body = sass.read_text()
-        for name in (
-            "HGMMA",
-            "WARPGROUP.DEPBAR",
-            "WARPGROUP.ARRIVE",
-            "MUFU.EX2",
-            "STL",
-            "LDL",
-            "BSSY",
-            "FMUL",
-            "FFMA",
-            "FMNMX",
-            "FADD",
-            "MOV",
-            "SHFL",
-            "SYNCS",
-            "F2FP",
-        ):
+        for name in INSTRUCTIONS:
             found[name] = len(re.findall(rf"\b{re.escape(name)}\b", body))
     return found
 
 
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stub", type=pathlib.Path, required=True, help="folder with the pretend libcuda.so.1")
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="folder for the dumps")
+    parser.add_argument("kernel", type=pathlib.Path, help="folder of the kernel, with its plan.py")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="variants; all without")
+    options = parser.parse_args()
+    if not (options.stub / "libcuda.so.1").exists():
+        parser.error(f"no libcuda.so.1 in {options.stub}; --help says how to make it")
+    sys.path.insert(0, str(options.kernel.resolve()))
+    from plan import variants
+
+    known = variants()
+    if unknown := set(options.names) - set(known):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    for name in options.names or known:
+        folder = options.out / name
+        compile_lowered(known[name](), folder, options.stub)
+        print(name, summary(folder), flush=True)
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if sys.argv[1:2] == [CHILD]:
+        compile_module(pathlib.Path(sys.argv[2]).read_bytes())
+    else:
+        main()

@@ -1,36 +1,42 @@
-"""Correctness, then speed against cuDNN, on the H200: bench.py OUT_FOLDER [check] [shape ...].
+"""Correctness, then speed against cuDNN, of Hopper's forward attention; needs an H200 and jax 0.11 or newer.
 
-Times are device times from jax.profiler, median by kernel name over interleaved rounds in one trace a shape.
+    python benchmarks/hopper/attention/bench.py OUT_FOLDER [check] [SHAPE ...]
+
+`check` compares the cases of CHECKS in plan.py with float32 and runs each twice; a SHAPE is a label of SHAPES there.
+Without either, everything runs. Times are device times from jax.profiler: the median by kernel over the calls of
+interleaved rounds, one trace a shape. Every timed variant is compared with float32 on 256 rows and with cuDNN on all.
+Lines are printed as they come and written to OUT_FOLDER/table.txt.
 """
+
+from __future__ import annotations
 
 import os
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"  # the float32 reference's
 
+import argparse
 import collections
 import concurrent.futures
-import glob
+import pathlib
 import statistics
-import sys
+import tempfile
 import time
 import traceback
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-import kernel_v2
 from kernel import attention
-from plan import CHECKS, SHAPES
+from plan import CHECKS, SHAPES, abstract
 
-OUT = sys.argv[1] if len(sys.argv) > 1 else "/tmp/bench"
 ROUNDS, CALLS = 4, 5
+LARGEST_ERROR = 6e-3
 
 
 def draw(seed, batch, tq, tk, heads, kv_heads, d, dtype=jnp.bfloat16):
     keys = jax.random.split(jax.random.key(seed), 3)
     shapes = (batch, tq, heads, d), (batch, tk, kv_heads, d), (batch, tk, kv_heads, d)
-    return [jax.random.normal(key, shape, jnp.float32).astype(dtype) for key, shape in zip(keys, shapes)]
+    return [jax.random.normal(key, shape, jnp.float32).astype(dtype) for key, shape in zip(keys, shapes, strict=True)]
 
 
 @jax.jit(static_argnames=("causal", "window", "q_offset", "scale"))
@@ -86,8 +92,7 @@ def flops(shape, masks):
 
 
 def ours(masks, config, name):
-    call = kernel_v2.attention if isinstance(config, kernel_v2.Config) else attention
-    return jax.jit(lambda q, k, v: call(q, k, v, config=config, name=name, **masks))
+    return jax.jit(lambda q, k, v: attention(q, k, v, config=config, name=name, **masks))
 
 
 def cudnn(masks):
@@ -99,23 +104,17 @@ def cudnn(masks):
     )
 
 
-def abstract(batch, tq, tk, heads, kv_heads, d):
-    q = jax.ShapeDtypeStruct((batch, tq, heads, d), jnp.bfloat16)
-    k = jax.ShapeDtypeStruct((batch, tk, kv_heads, d), jnp.bfloat16)
-    return q, k, k
-
-
 def compile_all(jobs):
     """{key: compiled or the exception} of {key: (function, abstract arguments)}."""
 
     def build(job):
         try:
             return job[0].lower(*job[1]).compile()
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:  # noqa: BLE001 - it stands in the table; the other programs go on
             return error
 
-    with concurrent.futures.ThreadPoolExecutor(14) as pool:
-        return dict(zip(jobs, pool.map(build, jobs.values())))
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        return dict(zip(jobs, pool.map(build, jobs.values()), strict=True))
 
 
 def whole_reference(masks):
@@ -136,10 +135,10 @@ def check(compiled, expect, drawing):
 
 
 def device_times(folder):
-    """{kernel name: [ns]} of the newest trace in a folder."""
-    path = max(glob.glob(f"{folder}/**/*.xplane.pb", recursive=True), key=os.path.getmtime)
+    """{kernel name: [ns]} of the trace in a folder."""
+    [path] = pathlib.Path(folder).rglob("*.xplane.pb")
     times = collections.defaultdict(list)
-    for plane in jax.profiler.ProfileData.from_file(path).planes:
+    for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
         if "GPU" not in plane.name:
             continue
         for line in plane.lines:
@@ -149,8 +148,27 @@ def device_times(folder):
     return times
 
 
-def measure(compiled, arguments, folder):
+def measure(compiled, arguments):
     """({name: median device microseconds of a call}, {name: wall}); cuDNN's kernels are summed under 'cudnn'."""
+    with tempfile.TemporaryDirectory(prefix="attention-") as folder:
+        wall = trace(compiled, arguments, folder)
+        times = device_times(folder)
+    calls, result, unclaimed = ROUNDS * CALLS, {}, {}
+    for kernel, durations in times.items():
+        name = next((n for n in sorted(compiled, key=len, reverse=True) if f"v_{n}_x" in kernel), None)
+        if name is None and ("fprop" in kernel or "cudnn" in kernel or "flash" in kernel):
+            name = "cudnn"
+        if name is None:
+            if len(durations) >= calls:
+                unclaimed[kernel[:60]] = statistics.median(durations) / 1e3
+            continue
+        result[name] = result.get(name, 0) + statistics.median(durations) / 1e3 * len(durations) / calls
+    print("   unclaimed:", unclaimed)
+    return result, {name: statistics.median(x) for name, x in wall.items()}
+
+
+def trace(compiled, arguments, folder):
+    """Record the calls of all programs in turn; {name: wall microseconds of a call, by round}."""
     options = jax.profiler.ProfileOptions()
     options.host_tracer_level = 0
     options.python_tracer_level = 0
@@ -166,18 +184,7 @@ def measure(compiled, arguments, folder):
             out.block_until_ready()
             wall[name].append((time.perf_counter() - start) / CALLS * 1e6)
     jax.profiler.stop_trace()
-    calls, result, unclaimed = ROUNDS * CALLS, {}, {}
-    for kernel, durations in device_times(folder).items():
-        name = next((n for n in sorted(compiled, key=len, reverse=True) if f"v_{n}_x" in kernel), None)
-        if name is None and ("fprop" in kernel or "cudnn" in kernel or "flash" in kernel):
-            name = "cudnn"
-        if name is None:
-            if len(durations) >= calls:
-                unclaimed[kernel[:60]] = statistics.median(durations) / 1e3
-            continue
-        result[name] = result.get(name, 0) + statistics.median(durations) / 1e3 * len(durations) / calls
-    print("   unclaimed:", unclaimed)
-    return result, {name: statistics.median(x) for name, x in wall.items()}
+    return wall
 
 
 def bench_shape(label, shape, masks, compiled, drawing):
@@ -192,7 +199,7 @@ def bench_shape(label, shape, masks, compiled, drawing):
         poison(q.shape, q.dtype)
         out = function(q, k, v)
         errors[name] = (distance(out[-1, row : row + 256], expected), distance(out, peer))
-    device, wall = measure(good, (q, k, v), f"/tmp/trace/{label}")
+    device, wall = measure(good, (q, k, v))
     lines = []
     for name in compiled:
         if name not in good:
@@ -208,53 +215,66 @@ def bench_shape(label, shape, masks, compiled, drawing):
     return lines
 
 
-def main():
-    only = sys.argv[2:]
-    started = time.time()
+def jobs_of(wanted):
+    """{key: (function, abstract arguments)} of all programs that the wanted checks and shapes take."""
     jobs = {}
-    if not only or "check" in only:
-        for key, (shape, masks, config) in CHECKS.items():
-            jobs["check", key] = ours(masks, config, "check"), abstract(*shape)
-            jobs["reference", key] = whole_reference(masks), abstract(*shape)
-            jobs["drawcheck", key] = drawn(shape)
+    for key, (shape, masks, config) in CHECKS.items() if "check" in wanted else ():
+        jobs["check", key] = ours(masks, config, "check"), abstract(*shape)
+        jobs["reference", key] = whole_reference(masks), abstract(*shape)
+        jobs["drawcheck", key] = drawn(shape)
     for label, (shape, masks, variants) in SHAPES.items():
-        if only and label not in only:
-            continue
-        batch, t, heads, kv_heads, d = shape
-        types = abstract(batch, t, t, heads, kv_heads, d)
-        jobs["draw", label] = drawn((batch, t, t, heads, kv_heads, d))
-        jobs[label, "cudnn"] = cudnn(masks), types
-        for name, config in variants.items():
-            jobs[label, name] = ours(masks, config, f"v_{name}_x"), types
-    compiled = compile_all(jobs)
-    print(
-        f"{jax.devices()[0]} jax {jax.__version__}: {len(jobs)} compiled in {time.time() - started:.0f} s", flush=True
-    )
+        if label in wanted:
+            batch, t, heads, kv_heads, d = shape
+            whole = batch, t, t, heads, kv_heads, d
+            jobs["draw", label] = drawn(whole)
+            jobs[label, "cudnn"] = cudnn(masks), abstract(*whole)
+            for name, config in variants.items():
+                jobs[label, name] = ours(masks, config, f"v_{name}_x"), abstract(*whole)
+    return jobs
+
+
+def check_line(key, compiled):
+    try:
+        if isinstance(compiled["check", key], Exception):
+            raise compiled["check", key]
+        error, same = check(compiled["check", key], compiled["reference", key], compiled["drawcheck", key])
+    except Exception as error:  # noqa: BLE001 - it stands in the table; the other cases go on
+        return f"check {key:24} FAILED {str(error)[:200]}"
+    return f"check {key:24} error {error:.1e} {'ok' if error < LARGEST_ERROR and same else 'WRONG'} repeat {same}"
+
+
+def shape_lines(label, compiled):
+    shape, masks, _ = SHAPES[label]
+    mine = {name: function for (where, name), function in compiled.items() if where == label}
+    try:
+        return bench_shape(label, shape, masks, mine, compiled["draw", label])
+    except Exception:  # noqa: BLE001 - it stands in the table; the other shapes go on
+        return [f"{label} FAILED {traceback.format_exc()[-600:]}"]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=pathlib.Path, metavar="OUT_FOLDER", help="for table.txt; made if there is none")
+    parser.add_argument("wanted", nargs="*", metavar="NAME", help=f"check, {', '.join(SHAPES)}")
+    options = parser.parse_args()
+    wanted = options.wanted or ["check", *SHAPES]
+    if unknown := set(wanted) - {"check", *SHAPES}:
+        parser.error(f"unknown: {', '.join(sorted(unknown))}")
+    options.out.mkdir(parents=True, exist_ok=True)
+    started = time.time()
+    compiled = compile_all(jobs_of(wanted))
+    seconds = time.time() - started
+    print(f"{jax.devices()[0]} jax {jax.__version__}: {len(compiled)} compiled in {seconds:.0f} s", flush=True)
     lines = []
-    for key, (shape, masks, _) in CHECKS.items():
-        if ("check", key) not in compiled:
-            continue
-        try:
-            if isinstance(compiled["check", key], Exception):
-                raise compiled["check", key]
-            error, same = check(compiled["check", key], compiled["reference", key], compiled["drawcheck", key])
-            lines.append(f"check {key:24} error {error:.1e} {'ok' if error < 6e-3 and same else 'WRONG'} repeat {same}")
-        except Exception as error:  # noqa: BLE001
-            lines.append(f"check {key:24} FAILED {str(error)[:200]}")
+    for key in CHECKS if "check" in wanted else ():
+        lines.append(check_line(key, compiled))
         print(lines[-1], flush=True)
-    for label, (shape, masks, variants) in SHAPES.items():
-        mine = {name: f for (where, name), f in compiled.items() if where == label}
-        if not mine:
-            continue
-        try:
-            new = bench_shape(label, shape, masks, mine, compiled["draw", label])
-        except Exception:  # noqa: BLE001
-            new = [f"{label} FAILED {traceback.format_exc()[-600:]}"]
-        print("\n".join(new), f"[{time.time() - started:.0f} s]", flush=True)
-        lines += new
-    os.makedirs(OUT, exist_ok=True)
-    with open(f"{OUT}/table.txt", "w") as file:
-        file.write("\n".join(lines) + "\n")
+    for label in SHAPES:
+        if label in wanted:
+            new = shape_lines(label, compiled)
+            print("\n".join(new), f"[{time.time() - started:.0f} s]", flush=True)
+            lines += new
+    (options.out / "table.txt").write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":
