@@ -362,6 +362,125 @@ def test_partials_that_differ_are_told_apart():
     assert tuned(SQUARE, functools.partial(jnp.sum, axis=None)).shape == ()
 
 
+def described(x, what, b):
+    """Tell by the output which static value was used; strings and repr tell 1 from True and 1.0."""
+    return x * len(repr(what)) + 0 * b
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (("on", True), ("on", 1)),
+        ((2,), (2.0,)),
+        (("on", ("off", 1)), ("on", ("off", True))),
+        (frozenset({1}), frozenset({True})),
+        ((1, frozenset({0.5, 2})), (1, frozenset({0.5, 2.0}))),
+        (slice(0, 1), slice(0, True)),
+    ],
+)
+@pytest.mark.parametrize("options", [{}, {"static_argnames": "what"}], ids=["found", "declared"])
+def test_values_that_are_equal_but_not_the_same_are_told_apart(first, second, options):
+    tuned = tune(described, {"b": [1, 2]}, **options)
+    for what in (first, second, first, second):
+        same(tuned(X, what), len(repr(what)) * X)
+        same(tuned(X, what=what), len(repr(what)) * X)
+
+
+@pytest.mark.parametrize(("first", "second"), [(0.0, -0.0), (1j, complex(-0.0, 1))])
+def test_static_numbers_that_differ_in_sign_alone_are_told_apart(first, second):
+    tuned = tune(described, {"b": [1, 2]}, static_argnames="what")
+    for what in (first, second, first, second):
+        same(tuned(X, what), len(repr(what)) * X)
+
+
+def test_a_tuple_is_told_apart_after_another_value_was_declared():
+    tuned = tune(described, {"b": [1, 2]})
+    for what in ("on", ("on", True), ("on", 1), "on", (Level.LOW, "on"), (1, "on")):
+        same(tuned(X, what), len(repr(what)) * X)
+
+
+@pytest.mark.parametrize(
+    "values", [[(2, 2), (2, 2.0), (2, True)], [[2], [2.0], [3]], [frozenset({1}), frozenset({True})]]
+)
+def test_containers_given_as_hyperparameters_are_told_apart(values, count_tunings):
+    tuned = tune(lambda x, b: x * len(repr(b)), {"b": ["narrow"]})
+    for value in [*values, *values]:
+        same(tuned(X, b=value), len(repr(value)) * X)
+        same(tuned(X, value), len(repr(value)) * X)
+    assert count_tunings() == 0
+
+
+def test_a_hyperparameter_given_as_other_tuples_is_used_each_time():
+    tuned = tune(lambda x, b: x * sum(b), {"b": [(1, 2)]})
+    for value in [(3, 4), (5, 6), (3, 4), (7,)]:
+        same(tuned(X, b=value), sum(value) * X)
+
+
+@pytest.mark.parametrize("make", [lambda: float("nan"), lambda: np.float32("nan"), lambda: (1, float("nan"))])
+def test_a_static_nan_is_tuned_and_traced_once(make, count_tunings, traces):
+    counter = traces(lambda x, what: x * len(repr(what)))
+    tuned = counter.tuned(static_argnames="what")
+    same(tuned(X, make()), len(repr(make())) * X)
+    before = counter.count
+    same(tuned(X, make()), len(repr(make())) * X)
+    assert count_tunings() == 1
+    assert counter.count == before
+
+
+def test_a_changed_value_does_not_change_what_was_traced_with_it():
+    tuned = tune(described, {"b": [1, 2]})
+    config = Mutable([1])
+    traced = tuned.trace(X, config)
+    expected = len(repr(config))
+    config.scale.append(100)
+    same(traced.lower().compile()(X), expected * X)
+    same(tuned(X, config), len(repr(config)) * X)
+    same(tuned(X, Mutable([1])), expected * X)
+
+
+@pytest.mark.parametrize("shape", [(8,), (2, 4)])
+def test_a_changed_hyperparameter_is_another(shape, count_tunings):
+    tuned = tune(lambda x, b: x * sum(b), {"b": [(1, 2)]})
+    sizes, x = [3, 4], np.ones(shape, np.float32)
+    same(tuned(x, b=sizes), 7 * x)
+    sizes.append(5)
+    same(tuned(x, b=sizes), 12 * x)
+    same(tuned(x, b=[3, 4]), 7 * x)
+    assert count_tunings() == 0
+
+
+def test_a_partial_with_a_keyword_named_func_is_told_apart():
+    def apply(x, *, func=None):
+        return func(x)
+
+    def other(x, *, func=None):
+        return 2 * func(x)
+
+    tuned = tune(lambda x, activation, b: activation(x) + 0 * b, {"b": [1, 2]})
+    same(tuned(X, functools.partial(apply, func=jnp.square)), X**2)
+    same(tuned(X, functools.partial(other, func=jnp.square)), 2 * X**2)
+
+
+def test_a_pytree_of_statics_that_hashes_by_identity_is_compared_by_its_leaves():
+    @jax.tree_util.register_pytree_node_class
+    class Named:
+        def __init__(self, name):
+            self.name = name
+
+        def tree_flatten(self):
+            return (self.name,), None
+
+        @classmethod
+        def tree_unflatten(cls, _, leaves):
+            return cls(*leaves)
+
+    tuned = tune(lambda x, what, b: x * len(what.name) + 0 * b, {"b": [1, 2]})
+    named = Named("ab")
+    same(tuned(X, named), 2 * X)
+    named.name = "abc"
+    same(tuned(X, named), 3 * X)
+
+
 def test_a_static_number_by_name_is_part_of_the_program(count_tunings):
     tuned = tune(lambda x, power, b: x**power + 0 * b, {"b": [1, 2]}, static_argnames=["power"])
     for power in (2, 3, 2):

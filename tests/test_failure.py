@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 
 import numpy as np
 import pytest
 
-from tune_jax._failure import attempt, describe_failure, summarise
-from tune_jax._records import Failure
+from tune_jax import _failure as failure_room
+from tune_jax._errors import NoCandidateError
+from tune_jax._failure import attempt, describe_failure, own_frames, summarise
+from tune_jax._records import NONE_WORKS, Failure
 
 
 def raise_(error):
@@ -96,3 +99,76 @@ def test_a_summary_counts_each_distinct_error_most_frequent_first():
 def test_errors_at_different_stages_are_counted_apart():
     failures = {0: Failure("trace", "ValueError", "odd"), 1: Failure("run", "ValueError", "odd")}
     assert len(summarise(failures).splitlines()) == 3
+
+
+def test_errors_beyond_the_tenth_are_counted_only():
+    failures = {i: Failure("trace", "ValueError", f"odd {i}") for i in range(13)}
+    lines = summarise(failures).splitlines()
+    assert lines[10:] == ["  1 of 13 at trace: ValueError: odd 9", "  and 3 more"]
+
+
+def test_a_summary_ends_with_where_the_first_listed_error_came_from():
+    failures = {
+        0: Failure("trace", "ValueError", "odd", frames_of("/home/me/rare.py")),
+        1: Failure("trace", "TypeError", "even", frames_of("/home/me/first.py")),
+        2: Failure("trace", "TypeError", "even", frames_of("/home/me/second.py")),
+    }
+    assert summarise(failures).splitlines()[3:] == [
+        "The first of these came from:",
+        '    File "/home/me/first.py", line 7, in work',
+        "      raise it",
+    ]
+
+
+def frames_of(*paths):
+    frames = [f'  File "{path}", line 7, in work\n    raise it\n    ^^^^^^^^\n' for path in paths]
+    return f"Traceback (most recent call last):\n{''.join(frames)}ValueError: odd\n"
+
+
+@pytest.mark.parametrize(
+    ("paths", "expected"),
+    [
+        (["/home/me/a.py", "/v/lib/python3.11/site-packages/jax/_src/core.py"], ["/home/me/a.py"]),
+        (["/home/me/a.py", "/v/lib/python3.11/site-packages/flax/b.py"], ["/home/me/a.py"]),
+        ([failure_room.__file__, "/v/lib/python3.11/site-packages/flax/b.py"], ["/flax/b.py"]),
+        ([failure_room.__file__, contextlib.__file__, "<frozen runpy>"], []),
+        (["/v/lib/python3.11/site-packages/jaxlib/a.py", "/v/dist-packages/jaxtyping/b.py"], ["/jaxtyping/b.py"]),
+        ([f"/home/me/{i}.py" for i in range(8)], [f"/home/me/{i}.py" for i in range(3, 8)]),
+    ],
+    ids=["jax", "packages", "packages alone", "nothing", "jaxlib", "many"],
+)
+def test_the_frames_shown_are_the_users_last_ones(paths, expected):
+    shown = [line for line in own_frames(frames_of(*paths)).splitlines() if "File" in line]
+    assert len(shown) == len(expected)
+    assert all(f'{path}", line 7' in line for path, line in zip(expected, shown, strict=True))
+
+
+def test_the_frames_of_a_summary_inside_of_a_traceback_are_shown_after_its_own():
+    inner = summarise({0: Failure("trace", "ValueError", "odd", frames_of("/home/me/inner.py"))})
+    shown = own_frames(f"{frames_of('/home/me/outer.py')}{inner}\n")
+    assert [line.strip() for line in shown.splitlines() if "File" in line] == [
+        'File "/home/me/outer.py", line 7, in work',
+        'File "/home/me/inner.py", line 7, in work',
+    ]
+
+
+def test_a_frame_whose_source_is_not_known_is_shown_without():
+    assert own_frames('Trace:\n  File "/home/me/a.py", line 7, in work\nValueError: odd\n') == (
+        '    File "/home/me/a.py", line 7, in work'
+    )
+
+
+def test_the_first_line_of_a_tuning_inside_is_its_first_error():
+    inner = NoCandidateError(summarise({0: Failure("trace", "ValueError", "odd")}))
+    assert describe_failure("trace", inner).first_line == "1 of 1 at trace: ValueError: odd"
+    assert describe_failure("trace", NoCandidateError(NONE_WORKS)).first_line == NONE_WORKS
+
+
+def test_an_exception_that_cannot_say_its_message_is_a_failure_like_others():
+    class Mute(Exception):
+        def __str__(self):
+            raise LookupError("no words")
+
+    failure = attempt("run", lambda: raise_(Mute()))
+    assert (failure.error_type, failure.message) == ("Mute", "its message cannot be read: __str__ raised LookupError")
+    assert "in raise_" in failure.traceback

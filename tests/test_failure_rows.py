@@ -257,3 +257,93 @@ def test_a_function_that_all_fail_for_can_be_called_again_with_other_arguments()
 def test_failures_are_in_the_table_below_the_times() -> None:
     results = tune(lambda x, *, b: x if b else fail(TypeError("no block 0")), {"b": [0, 1]}).tune(X)
     assert "no block 0" in tabulate(results)
+
+
+def reshape(x: jax.Array) -> jax.Array:
+    return x.reshape(3, 3)
+
+
+@pytest.mark.parametrize("how", ["call", "tune", "jit", "vmap"])
+def test_if_all_fail_to_trace_the_error_leads_to_the_users_line_and_the_rows_are_kept(how: str) -> None:
+    tuned = tune(lambda x, *, b: reshape(x) * b, {"b": [1, 2]})
+    ways = {"call": tuned, "tune": tuned.tune, "jit": jax.jit(tuned), "vmap": jax.vmap(tuned)}
+    with pytest.raises(ValueError, match=r"^No hyperparameters compiled successfully") as caught:
+        ways[how](X)
+    last = str(caught.value).splitlines()[-2:]
+    assert __file__ in last[0]
+    assert last[0].endswith("in reshape")
+    assert last[1].strip() == "return x.reshape(3, 3)"
+    check_rows(tuned.results, 2)
+    assert len(tuned.results.failures) == 2
+    table = tabulate(tuned)
+    assert "ids 0, 1 (2 candidates): failed at trace: TypeError: cannot reshape" in table
+    assert "float32[" in table
+
+
+def test_if_all_fail_to_run_the_error_names_the_callback_and_the_rows_are_kept() -> None:
+    def callback(value: np.ndarray) -> np.ndarray:
+        raise ValueError("boom")
+
+    tuned = tune(lambda x, *, b: call_back(callback, x) * b, {"b": [1, 2]})
+    with pytest.raises(ValueError, match=r"^No hyperparameters compiled successfully") as caught:
+        tuned(X)
+    assert str(caught.value).splitlines()[-1].endswith("in callback")
+    assert "failed at run: JaxRuntimeError: ValueError: boom" in tabulate(tuned)
+
+
+def test_what_failed_is_no_winner_and_leaves_the_dicts_as_they_are() -> None:
+    picky = tune(lambda x, *, b: x * b if x.ndim == 2 else fail(ValueError("two, please")), {"b": [1, 2]})
+    picky(X)
+    best, times = dict(picky.optimal_hyperparams), dict(picky.timing_results)
+    with pytest.raises(ValueError, match="two, please"):
+        picky(X[0])
+    assert picky.results.timed == ()
+    with pytest.raises(ValueError, match="two, please"):
+        _ = picky.results.best
+    assert picky.results_for(X[0]) is None
+    assert (picky.optimal_hyperparams, picky.timing_results) == (best, times)
+    picky(X[:4])
+    assert len(picky.results.timed) == 2
+
+
+def test_a_tuned_function_inside_that_fails_says_its_first_error_in_the_outer_row() -> None:
+    inner = tune(lambda x, *, b: fail(TypeError("no block")), {"b": [1, 2]})
+    outer = tune(lambda x, *, c: inner(x) if c else x, {"c": [0, 1]})
+    outer(X)
+    assert reasons(outer.results)[1] == ("trace", "NoCandidateError", "2 of 2 at trace: TypeError: no block")
+
+
+def test_a_candidate_whose_exception_cannot_say_its_message_is_one_row() -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    results = tune(lambda x, *, b: fail(Mute()) if b else x, {"b": [0, 1]}).tune(X)
+    assert reasons(results)[1][:2] == ("trace", "Mute")
+    check_rows(results, 2)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [lambda x, n: sum(x for _ in range(n)), lambda x, n: x if n > 2 else -x, lambda x, n: x.reshape(n, -1)],
+    ids=["range", "if", "shape"],
+)
+def test_a_later_candidate_that_needs_a_number_says_what_to_declare(use: Callable[[jax.Array, Any], Any]) -> None:
+    def scale(x: jax.Array, scale: float, n: int, *, b: int) -> jax.Array:
+        return use(x, n).reshape(x.shape) * scale if b else x * n * scale
+
+    results = tune(scale, {"b": [0, 1]}).tune(X, 2.0, 4)
+    stage, _, line = reasons(results)[1]
+    assert (stage, line) == (
+        "trace",
+        "it needs the value of n while it is traced; pass static_argnames=['n'] to tune",
+    )
+    assert tune(scale, {"b": [0, 1]}, static_argnames=["n"]).tune(X, 2.0, 4).failures == ()
+
+
+def test_nothing_is_to_be_declared_where_a_candidate_needs_the_value_of_an_array() -> None:
+    def branch(x: jax.Array, n: int, *, b: int) -> jax.Array:
+        return -x if b and x.sum() > 0 else x * n
+
+    results = tune(branch, {"b": [0, 1]}).tune(X, 2)
+    assert "static_argnames" not in results.failures[0].failure.message

@@ -49,7 +49,7 @@ ROOMS = {
     "_shardings": "jax _jax _call",
     "_primitive": "jax _jax _call _leaves _lookup _outline _wrap",
     "_key": "jax _jax _call _leaves",
-    "_lookup": "jax _jax _call _key _outline _results _session",
+    "_lookup": "jax _jax _build _call _key _outline _results _session",
     "_session": "_build _call _inputs _jax _key _measure _outline _progress _rank _results _shardings",
     "_outline": "jax _jax _call _space _wrap",
     "_space": "numpy",

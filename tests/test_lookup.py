@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from tune_jax import Results, tune
@@ -223,6 +225,31 @@ def test_the_latest_results_are_shown_and_earlier_ones_kept() -> None:
     assert set(shown) == {0, 1}
 
 
+def test_results_of_a_tuning_that_failed_are_the_latest_and_found_for_no_call(sessions: list[str]) -> None:
+    tuned = tune(lambda x, *, b: x * b if x.ndim == 2 else x.no_such_thing, {"b": [2, 3]})
+    tuned.tune(X)
+    for count in (2, 3):
+        with pytest.raises(NoCandidateError, match="no_such_thing"):
+            tuned.tune(X[0])
+        assert len(sessions) == count
+    assert tuned.results is not None
+    assert (len(tuned.results.timed), len(tuned.results.failures)) == (0, 2)
+    assert tuned.results.call == "x: float32[8]"
+    assert tuned.results_for(X[0]) is None
+
+
+def test_a_call_that_was_only_asked_whether_it_stands_alone_has_not_failed() -> None:
+    tuned = tune(lambda x, *, b: jax.lax.psum(x, "i") * b, {"b": [2, 3]})
+    mesh = jax.make_mesh((1,), ("i",))
+    spec = jax.sharding.PartitionSpec()
+    with pytest.warns(UserWarning, match="needs the axis names around it"):
+        jax.jit(jax.shard_map(tuned, mesh=mesh, in_specs=spec, out_specs=spec))(X)
+    assert tuned.results is None
+    with pytest.raises(NoCandidateError):
+        tuned(X)
+    assert tuned.results is not None
+
+
 def test_the_key_reads_well_and_its_digest_fits_a_file_name() -> None:
     tuned = tune(scale, {"b": [2, 3]})
     call, inputs = make_call(tuned._tunable, (X,), {})
@@ -230,3 +257,21 @@ def test_the_key_reads_well_and_its_digest_fits_a_file_name() -> None:
     assert str(key).startswith("scale(x: float32[8,8])")
     assert key.digest.isalnum()
     assert len(key.digest) == 32
+
+
+def test_a_callback_of_a_program_being_timed_does_not_wait_for_itself() -> None:
+    inner = tune(lambda y, *, b: y * b / b, {"b": [1, 2]})
+    runs = itertools.count()
+
+    def host(value: Any) -> Any:
+        # The first runs come before the timing; this one falls into it.
+        if next(runs) == 5:
+            with pytest.warns(UserWarning, match="is called back by a program that is being timed"):
+                inner(jnp.ones(8))
+        return np.asarray(value)
+
+    outer = tune(
+        lambda x, *, b: jax.pure_callback(host, jax.ShapeDtypeStruct(x.shape, x.dtype), x) * b / b, {"b": [1, 2]}
+    )
+    assert outer(jnp.ones(4)).shape == (4,)
+    assert next(runs) > 5

@@ -103,6 +103,21 @@ def test_a_bar_is_closed_after_an_error(bars: list[Any], monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("stream", [None, object()])
+def test_a_bar_that_is_asked_for_shows_nothing_where_nothing_can_be_written(
+    stream: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", stream)
+    show_bar(3, 1, 1, 1, wanted=True)
+
+
+def test_a_bar_that_is_asked_for_shows_nothing_where_standard_error_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    stream.close()
+    monkeypatch.setattr(sys, "stderr", stream)
+    show_bar(3, 1, 1, 1, wanted=True)
+
+
+@pytest.mark.parametrize("stream", [None, object()])
 def test_no_terminal_where_standard_error_is_none(stream: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", stream)
     assert not is_interactive()
@@ -171,6 +186,13 @@ def test_a_tuning_without_a_terminal_writes_nothing(
 ) -> None:
     done = run_python(TUNE.replace("PROGRESS", "None"))
     assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_a_tuning_that_is_asked_for_progress_goes_on_without_standard_error(
+    run_python: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    done = run_python("import sys\nsys.stderr = None\n" + TUNE.replace("PROGRESS", "True") + "print('done')")
+    assert done.stdout == "done\n"
 
 
 def test_a_tuning_that_is_asked_for_progress_shows_it_in_a_file(

@@ -281,6 +281,7 @@ def test_no_round_of_slow_candidates_starts_after_the_deadline(monkeypatch: pyte
     monkeypatch.setattr(CONFIG, "max_measure_s", 0.1)
     results = tune(lambda x, *, pause: sleep(pause, x), {"pause": [0.1, 0.12]}).tune(X)
     assert all(len(row.samples_ns) <= 2 for row in results.timed)
+    assert any("time ran out" in note for note in results.warnings)
 
 
 def test_a_jitted_function_keeps_its_compiler_options() -> None:

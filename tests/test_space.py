@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import random
+import re
 import subprocess
 import sys
+import time
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +16,7 @@ import pytest
 from tune_jax._errors import HyperparamsError, HyperparamsTypeError
 from tune_jax._space import check_names, list_candidates, read_sample_num, read_space
 
+MILLION = dict.fromkeys("abcdef", range(10))
 GRID_3X4 = {"a": [1, 2, 3], "b": [10, 20, 30, 40]}
 
 
@@ -199,6 +203,28 @@ def test_a_positional_only_parameter_cannot_be_tuned():
         check_names(read_space({"block": [1]}), inspect.signature(scale), "scale")
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"), [("x", "positional-only"), ("rest", "variadic positional"), ("options", "variadic keyword")]
+)
+def test_what_cannot_be_given_by_keyword_is_refused_for_a_function_that_takes_any_keyword(name, kind):
+    def scale(x, /, y, *rest, block, **options): ...
+
+    message = (
+        f"hyperparams['{name}'] is not a parameter that scale takes by keyword, but a {kind} one; it takes y, block, "
+        "any other keyword. Rename the hyperparameter, or make it a keyword parameter"
+    )
+    with pytest.raises(HyperparamsTypeError, match=re.escape(message)):
+        check_names(read_space({name: [1]}), inspect.signature(scale), "scale")
+
+
+@pytest.mark.parametrize("name", ["rest", "x"])
+def test_what_cannot_be_given_by_keyword_is_refused_for_a_function_that_takes_no_other_keyword(name):
+    def scale(x, /, *rest, block): ...
+
+    with pytest.raises(HyperparamsTypeError, match=rf"hyperparams\['{name}'\] is not .* it takes block\. Rename"):
+        check_names(read_space({name: [1]}), inspect.signature(scale), "scale")
+
+
 def test_a_function_that_takes_any_keyword_takes_any_hyperparameter():
     def scale(x, **options): ...
 
@@ -218,6 +244,17 @@ def test_candidates_keep_their_id_of_the_full_grid_when_something_is_fixed():
 
 def test_where_is_not_asked_when_everything_is_fixed():
     assert rows({"a": [1, 2]}, fixed={"a": 9}, where=lambda a: a < 5) == [{"a": 9}]
+
+
+def test_a_fixed_value_may_be_one_that_cannot_be_hashed():
+    assert rows([{"a": [1, 2], "b": 5}, {"a": 3, "b": [5, 6]}], fixed={"a": [9]}) == [
+        {"a": [9], "b": 5},
+        {"a": [9], "b": 6},
+    ]
+
+
+def test_a_combination_that_is_left_of_two_grids_when_something_is_fixed_is_one_candidate():
+    assert ids([{"a": [1, 2], "b": [5, 6]}, {"b": [6, 7], "a": 3}], fixed={"a": 9}) == [0, 1, 5]
 
 
 def test_where_sees_fixed_values():
@@ -253,6 +290,42 @@ def test_where_that_drops_everything_is_an_error_with_the_count_and_an_instance(
 def test_where_that_asks_for_an_unknown_name_is_an_error():
     with pytest.raises(HyperparamsError, match="where takes c, but the hyperparameters are a, b"):
         rows(GRID_3X4, where=lambda a, c: True)
+
+
+def test_where_that_takes_what_no_name_can_be_read_of_is_an_error_that_says_to_wrap_it():
+    with pytest.raises(HyperparamsError, match="where is <built-in function max>, whose parameters cannot be read"):
+        rows(GRID_3X4, where=max)
+
+
+def test_where_that_raises_is_an_error_with_the_combination_and_the_cause():
+    message = "where fails for {'a': 1, 'b': 10} with ZeroDivisionError: division by zero; have it return a single bool"
+    with pytest.raises(HyperparamsError, match=re.escape(message)) as caught:
+        rows(GRID_3X4, where=lambda b: b / 0)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+@pytest.mark.parametrize("make", [np.array, jnp.array])
+def test_where_that_returns_several_truths_is_an_error_with_the_combination(make):
+    with pytest.raises(HyperparamsError, match=r"where fails for \{'a': 1, 'b': 10\} with ValueError.*a single bool"):
+        rows(GRID_3X4, where=lambda a: make([True, False]))
+
+
+def test_where_may_return_an_array_of_one_element():
+    assert len(rows(GRID_3X4, where=lambda a: np.array(a > 2))) == 4
+
+
+def test_the_names_that_where_takes_are_read_once(monkeypatch):
+    read = []
+    signature = inspect.signature
+    monkeypatch.setattr(inspect, "signature", lambda function: read.append(function) or signature(function))
+    assert len(rows([GRID_3X4, {"a": 9}], where=lambda a, b=0: True)) == 13
+    assert len(read) == 1
+
+
+def test_where_is_asked_once_for_a_combination():
+    asked = []
+    rows([GRID_3X4, {"b": [40, 50], "a": [3, 4]}], where=lambda a, b: asked.append((a, b)) or True)
+    assert len(asked) == len(set(asked)) == 15
 
 
 # The draw
@@ -292,6 +365,68 @@ def test_duplicates_are_not_drawn_twice():
     assert len(rows({"a": [1, 1, 2]}, sample_num=3)) == 2
 
 
+def test_a_draw_comes_from_all_over_the_grid():
+    counts = np.bincount([i for seed in range(600) for i in ids(GRID_3X4, sample_num=2, seed=seed)], minlength=12)
+    assert counts.sum() == 1200
+    assert counts.min() > 60
+    assert counts.max() < 140
+
+
+def test_a_draw_is_as_likely_from_two_grids_that_overlap_as_from_their_union():
+    grids = [{"a": [1, 2]}, {"a": [2, 1]}, {"a": [3, 2]}]
+    counts = np.bincount([i for seed in range(600) for i in ids(grids, sample_num=1, seed=seed)], minlength=6)
+    assert list(counts[[2, 3, 5]]) == [0, 0, 0]
+    assert counts[[0, 1, 4]].min() > 150
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_draw_is_part_of_what_the_whole_list_holds(seed):
+    some = random.Random(seed)
+    values = [1, True, 1.0, 2, "x", (1, 2), (True, 2)]
+    grids = [{name: some.sample(values, some.randint(1, 4)) for name in some.sample("abc", 2)} for _ in range(3)]
+    whole = dict(zip(ids(grids), map(repr, rows(grids)), strict=True))
+    drawn = dict(zip(ids(grids, sample_num=4, seed=seed), map(repr, rows(grids, sample_num=4, seed=seed)), strict=True))
+    assert len(set(whole.values())) == len(whole)
+    assert len(drawn) == min(4, len(whole))
+    assert drawn.items() <= whole.items()
+
+
+def test_a_draw_that_nothing_holds_for_is_the_error_of_the_whole_list():
+    with pytest.raises(
+        HyperparamsError, match=r"each of the 12 combinations of a, b, the first being \{'a': 1, 'b': 1"
+    ):
+        rows([GRID_3X4, {"a": 1, "b": 10}], sample_num=2, where=lambda a: a > 3)
+
+
+@pytest.mark.parametrize(
+    ("grid", "where"),
+    [
+        (MILLION, None),
+        (MILLION, lambda a, b: a > b),
+        ([MILLION, {name: range(5, 15) for name in "abcdef"}], lambda a, b: a > b),
+        ({name: range(100) for name in "abcdefgh"}, lambda a, b: a > b),
+    ],
+    ids=["all", "where", "two grids", "more than can be counted"],
+)
+def test_a_draw_from_a_large_grid_takes_little_time_and_asks_little(grid, where):
+    space = read_space(grid)
+    asked = []
+    counted = where and (lambda a, b: asked.append(a) or where(a, b))
+    started = time.perf_counter()
+    drawn = list_candidates(space, fixed={}, where=counted, sample_num=4)
+    assert time.perf_counter() - started < 1
+    assert len({candidate.id for candidate in drawn}) == 4
+    assert len(asked) < 200
+
+
+def test_many_grids_are_told_apart_in_little_time():
+    space = read_space([{"a": n % 5000, "b": n % 7} for n in range(10_000)])
+    started = time.perf_counter()
+    assert len(list_candidates(space, fixed={})) == 10_000
+    assert len(list_candidates(space, fixed={"b": 1})) == 5000
+    assert time.perf_counter() - started < 10
+
+
 @pytest.mark.parametrize("good", [5, 5.0, np.int64(5), np.float64(5.0)])
 def test_a_whole_number_of_any_type_is_a_sample_num(good):
     assert read_sample_num(good) == 5
@@ -303,7 +438,9 @@ def test_none_and_infinity_are_a_sample_num_of_all(everything):
     assert read_sample_num(everything) is None
 
 
-@pytest.mark.parametrize("bad", [0, -1, 2.5, float("nan"), float("-inf"), "5", True, [5]])
+@pytest.mark.parametrize(
+    "bad", [0, -1, 2.5, float("nan"), float("-inf"), "5", True, [5], np.array([1, 2]), np.array([5])]
+)
 def test_anything_else_is_no_sample_num(bad):
     with pytest.raises(
         HyperparamsError, match=r"sample_num is .*; expected a positive whole number of candidates, or No"

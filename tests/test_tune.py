@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -301,19 +303,61 @@ def test_where_that_cannot_be_called_is_refused_at_once():
         tune(mark, {"b": [1, 2]}, where="b > 1")
 
 
+def test_where_whose_parameters_cannot_be_read_is_refused_at_once():
+    with pytest.raises(
+        HyperparamsError, match=r"where is <built-in function max>.*; put it into a function that names"
+    ):
+        tune(mark, {"b": [1, 2]}, where=max)
+
+
+def test_where_that_raises_is_an_error_of_the_call():
+    with pytest.raises(HyperparamsError, match=r"where fails for \{'b': 1\} with KeyError: 7"):
+        tune(mark, {"b": [1, 2]}, where=lambda b: {}[7])(X)
+
+
+def test_a_callable_grid_with_a_name_that_cannot_be_given_by_keyword_is_refused_at_the_call():
+    tuned = tune(lambda x, **options: x, lambda x, **options: {"options": [1, 2]})
+    with pytest.raises(HyperparamsTypeError, match=r"hyperparams\['options'\] is not a .*, but a variadic keyword one"):
+        tuned(X)
+
+
+@pytest.mark.parametrize("kind", [classmethod, staticmethod])
+def test_a_class_or_static_method_inside_of_tune_is_refused_with_the_right_order(kind):
+    with pytest.raises(OptionError, match=f"tune got a {kind.__name__}; put @{kind.__name__} outside of @tune"):
+        tune(kind(mark), {"b": [1, 2]})
+
+
+def test_class_and_static_methods_outside_of_tune_work():
+    class Scale:
+        factor = 3
+
+        @classmethod
+        @tune(hyperparams={"b": [2]})
+        def by_class(cls, x, b):
+            return x * b * cls.factor
+
+        @staticmethod
+        @tune(hyperparams={"b": [2]})
+        def static(x, b):
+            return x * b
+
+    np.testing.assert_array_equal(Scale.by_class(X), X * 6)
+    np.testing.assert_array_equal(Scale().static(X), X * 2)
+
+
 @pytest.mark.parametrize("bad", [0, -1, 2.5])
 def test_a_bad_sample_num_is_refused_at_once(bad):
     with pytest.raises(HyperparamsError, match=f"sample_num is {bad}; expected a positive whole number"):
         tune(mark, {"b": [1, 2]}, sample_num=bad)
 
 
-@pytest.mark.parametrize("bad", [None, "lucky", 1.5, True])
+@pytest.mark.parametrize("bad", [None, "lucky", 1.5, True, np.array([1, 2])])
 def test_a_seed_that_is_no_whole_number_is_refused(bad):
     with pytest.raises(OptionError, match=r"seed is .*; expected a whole number"):
         tune(mark, {"b": [1, 2]}, seed=bad)
 
 
-@pytest.mark.parametrize("bad", [0, -2, 1.5, "4", True])
+@pytest.mark.parametrize("bad", [0, -2, 1.5, "4", True, np.array([1, 2])])
 def test_a_bad_number_of_workers_is_refused(bad):
     with pytest.raises(OptionError, match=r"max_workers is .*; expected a positive whole number of threads, or None"):
         tune(mark, {"b": [1, 2]}, max_workers=bad)
@@ -323,6 +367,47 @@ def test_a_bad_number_of_workers_is_refused(bad):
 def test_a_broken_event_filter_is_refused(bad):
     with pytest.raises(OptionError, match=r"event_filter_regex is .*no regular expression.*put re.escape\(\) around"):
         tune(mark, {"b": [1, 2]}, event_filter_regex=bad)
+
+
+@pytest.mark.parametrize("bad", [1, 0, "yes", np.True_, []])
+def test_progress_that_is_neither_true_nor_false_nor_none_is_refused(bad):
+    with pytest.raises(OptionError, match=r"progress is .* of type \w+; expected True, False, or None for bars where"):
+        tune(mark, {"b": [1, 2]}, progress=bad)
+
+
+@pytest.mark.parametrize("bad", [3, True, b"traces", "", ["traces"]])
+def test_a_trace_folder_that_is_no_path_is_refused(bad):
+    with pytest.raises(OptionError, match=r"keep_trace is .* of type \w+; expected the path of a folder, such as"):
+        tune(mark, {"b": [1, 2]}, keep_trace=bad)
+
+
+@pytest.mark.parametrize("below", ["", "traces", "traces/of/today"])
+def test_a_trace_folder_that_is_a_file_or_below_one_is_refused_with_the_file(below, tmp_path):
+    file = tmp_path / "notes"
+    file.write_text("")
+    with pytest.raises(OptionError, match=f"keep_trace is '{file / below}', but {file} is no folder; give a folder"):
+        tune(mark, {"b": [1, 2]}, keep_trace=str(file / below))
+
+
+def test_a_trace_folder_that_is_a_link_to_nothing_is_refused(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "nothing")
+    with pytest.raises(OptionError, match="link is no folder"):
+        tune(mark, {"b": [1, 2]}, keep_trace=tmp_path / "link")
+
+
+def test_a_trace_folder_that_may_not_be_made_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: os.fspath(path) != str(tmp_path))
+    with pytest.raises(OptionError, match=f"but {tmp_path} may not be written to; give a folder that can be made"):
+        tune(mark, {"b": [1, 2]}, keep_trace=tmp_path / "traces")
+
+
+@pytest.mark.parametrize("kind", [str, pathlib.Path])
+def test_a_trace_folder_is_made_by_the_tuning_and_not_before(kind, tmp_path):
+    folder = tmp_path / "deep" / "traces"
+    tuned = tune(mark, {"b": [1, 2]}, keep_trace=kind(folder))
+    assert list(tmp_path.iterdir()) == []
+    tuned(X)
+    assert list(folder.iterdir())
 
 
 def test_the_same_seed_times_the_same_candidates_and_no_more_than_asked():

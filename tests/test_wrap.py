@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from tune_jax import tune
 from tune_jax._binding import make_call
@@ -61,6 +64,45 @@ def test_every_kind_of_parameter_is_bound():
 def test_the_functions_own_defaults_are_used():
     call, inputs = call_of(lambda x, scale=4.0, b=1: x * scale * b, X)
     np.testing.assert_array_equal(wrap(call, {"b": 2}, name="probe")(*inputs), 8 * X)
+
+
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        ("done", "type str,"),
+        ({"a": (1.0, "done")}, "type str at ['a'][1],"),
+        ((each for each in ()), "type generator,"),
+        (np.array(["done"]), "type ndarray of dtype <U4,"),
+        (len, "type builtin_function_or_method,"),
+    ],
+    ids=["str", "inside", "generator", "array", "function"],
+)
+def test_a_result_that_jax_cannot_return_is_an_error_with_the_functions_name(result, words):
+    def odd(x, b):
+        return result
+
+    call, inputs = call_of(odd, X)
+    with pytest.raises(TypeError) as caught:
+        wrap(call, {"b": 3}, name="probe")(*inputs)
+    expected = f"odd returned a value of {words} expected arrays, numbers, None, or pytrees of these"
+    assert str(caught.value) == expected
+
+
+def test_a_coroutine_is_refused_without_a_warning():
+    async def later(x, b):
+        return x
+
+    call, inputs = call_of(later, X)
+    with pytest.raises(TypeError, match="later returned a value of type coroutine"):
+        jax.jit(wrap(call, {"b": 3}, name="probe"))(*inputs)
+    gc.collect()
+
+
+@pytest.mark.parametrize("result", [None, 1, 1.5, 2j, True, np.float32(1), np.ones(2), (), {"a": [jnp.ones(2), None]}])
+def test_every_result_that_jax_can_return_is_let_through(result):
+    call, inputs = call_of(lambda x, b: result, X)
+    assert wrap(call, {"b": 3}, name="probe")(*inputs) is result
+    jax.jit(wrap(call, {"b": 3}, name="probe"))(*inputs)
 
 
 def test_a_vmap_around_a_call_is_put_back():

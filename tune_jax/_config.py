@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
+from typing import Any
+
+from tune_jax._errors import OptionError
 
 
 @dataclasses.dataclass
@@ -21,10 +25,34 @@ class Config:
 
     profiling_samples: int = 3
     max_rounds: int = 30
-    max_measure_s: float = 10.0
+    max_measure_s: float = 5.0
     separation: float = 3.0
     tie_tolerance: float = 0.005
     allow_fallback_timing: bool = True
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in _TAKES:
+            raise AttributeError(f"CONFIG has no setting {name!r}; it has {', '.join(_TAKES)}.")
+        kind, least, expected = _TAKES[name]
+        is_flag = isinstance(value, bool)
+        if not isinstance(value, kind) or is_flag is not (kind is bool) or not value >= least:
+            raise OptionError(
+                f"CONFIG.{name} is {value!r} of type {type(value).__name__}; expected {expected}, such as the default, "
+                f"{getattr(Config, name)!r}."
+            )
+        super().__setattr__(name, value)
+
+
+# What each setting takes: the type, the least value, and the words for both.
+_ROUNDS = (numbers.Integral, 1, "a whole number of rounds, at least 1")
+_AMOUNT = (numbers.Real, 0, "a number, at least 0")
+_TAKES: dict[str, tuple[Any, int, str]] = {
+    "profiling_samples": _ROUNDS,
+    "max_rounds": _ROUNDS,
+    "max_measure_s": _AMOUNT,
+    "separation": _AMOUNT,
+    "tie_tolerance": _AMOUNT,
+    "allow_fallback_timing": (bool, 0, "True or False"),
+}
 
 CONFIG = Config()

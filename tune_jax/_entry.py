@@ -8,7 +8,6 @@ them apart first and can therefore take any.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -17,6 +16,7 @@ import jax
 
 from tune_jax._binding import make_call
 from tune_jax._call import Call, bind_arguments, select_leaves
+from tune_jax._errors import ArgumentError
 from tune_jax._jax import Tracer
 from tune_jax._leaves import Static, make_static
 from tune_jax._primitive import HANDED, bind_call
@@ -84,6 +84,9 @@ class ByName:
         return None if needed == self._static_names else ByName(self._tunable, needed)
 
     def _trace(self, /, *args: Any, **kwargs: Any) -> Any:
+        given = bind_arguments(self._tunable, args, kwargs)
+        if not all(_hashes_by_value(given[name]) for name in self._static_names if name in given):
+            raise WrongEntryError
         return _trace_call(self._tunable, args, kwargs, declared=self._static_names)
 
 
@@ -176,7 +179,7 @@ def _trace_call(tunable: Tunable, args: Args, kwargs: Kwargs, *, declared: froze
     static = [leaves[index] for index, _ in call.statics] + [
         _given(tunable, name, args, kwargs) for name, _ in call.fixed
     ]
-    if any(isinstance(value, Tracer) for value in static) or declared & set(call.input_parameters):
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(static)) or declared & set(call.input_parameters):
         raise WrongEntryError
     return bind_call(call, [leaves[index] for index in call.dynamic_indices])
 
@@ -198,13 +201,13 @@ def _declarable(tunable: Tunable) -> frozenset[str]:
 
 
 def _hashes_by_value(value: Any) -> bool:
-    if isinstance(value, functools.partial):
+    """Whether `jax.jit`, which compares by == and the outermost type, tells this value apart as calls do."""
+    if value is not None and not jax.tree_util.all_leaves([value]):
         return False
     try:
-        hash(value)
-    except TypeError:
+        return make_static("", value).key == (type(value), value)
+    except ArgumentError:
         return False
-    return True
 
 
 def _named(tunable: Tunable, function: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import types
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -53,7 +53,15 @@ class TunedFunction:
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """Bind as a method; the instance is then the first argument."""
-        return self if instance is None else types.MethodType(self, instance)
+        return self if instance is None else TunedMethod(self, instance)
+
+    def __copy__(self) -> TunedFunction:
+        """A tuned function is what it is by identity, as a jitted one is."""
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TunedFunction:
+        """A tuned function is what it is by identity, as a jitted one is."""
+        return self
 
     def __repr__(self) -> str:
         return f"<tuned function {self.__name__}>"
@@ -109,6 +117,48 @@ class TunedFunction:
         if wider is None:
             raise
         self._entry = wider
+
+
+class TunedMethod:
+    """A tuned function bound to an instance, which goes first into each of its calls."""
+
+    def __init__(self, function: TunedFunction, instance: Any) -> None:
+        self.__func__ = function
+        self.__self__ = instance
+        self.__doc__ = function.__doc__
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """The function's signature without its first parameter."""
+        signature = inspect.signature(self.__func__)
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+    def __getattr__(self, name: str) -> Any:
+        """What the tuned function has; what takes a call's arguments gets the instance first."""
+        if name == "__wrapped__":
+            raise AttributeError("a bound method wraps nothing: the function inside takes the instance too")
+        value = getattr(self.__func__, name)
+        return functools.partial(value, self.__self__) if name in _TAKES_ARGUMENTS else value
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Call the tuned function with the instance."""
+        return self.__func__(self.__self__, *args, **kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        """As bound methods: the same function of the same instance."""
+        return isinstance(other, TunedMethod) and (self.__func__, id(self.__self__)) == (
+            other.__func__,
+            id(other.__self__),
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.__func__, id(self.__self__)))
+
+    def __repr__(self) -> str:
+        return f"<bound {self.__func__!r} of {self.__self__!r}>"
+
+
+_TAKES_ARGUMENTS = {"tune", "results_for", "lower", "trace", "eval_shape"}
 
 
 def _abstract(inputs: Sequence[Any]) -> list[Any]:

@@ -11,13 +11,17 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax._src import config as _config
-from jax._src import core as _core
-from jax._src import profiler as _profiler
-from jax._src import util as _util
-from jax._src.interpreters import batching as _batching
-from jax.extend.core import Primitive, subjaxprs
-from jax.interpreters import ad, batching, mlir, partial_eval
+
+try:
+    from jax._src import config as _config
+    from jax._src import core as _core
+    from jax._src import profiler as _profiler
+    from jax._src import util as _util
+    from jax._src.interpreters import batching as _batching
+    from jax.extend.core import Primitive, subjaxprs
+    from jax.interpreters import ad, batching, mlir, partial_eval
+except ImportError as error:
+    raise ImportError(f"tune-jax needs jax 0.10.2 or newer, and found {jax.__version__}: {error}") from error
 
 SymbolicZero = ad.Zero
 ShapedArray = jax.core.ShapedArray

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import enum
 import functools
+import types
 import warnings
 from collections.abc import Hashable, Iterator
 from typing import Any
@@ -63,7 +65,9 @@ def describe_aval(value: Any) -> str:
 
 
 def make_static(label: str, value: Any) -> Static:
-    """Wrap a static value; what cannot be hashed is told apart by its fields or else by identity.
+    """Wrap a static value; containers, partials and what cannot be hashed are compared part by part, else by identity.
+
+    What is taken apart is kept as a copy, so that the value stays what the key says when the user changes theirs.
 
     Raises:
       ArgumentError: the value is a tracer or an array, which only a dynamic argument can be.
@@ -74,57 +78,115 @@ def make_static(label: str, value: Any) -> Static:
             "static_argnames, or register the class that holds it as a pytree."
         )
     if isinstance(value, functools.partial):
-        return Static(value, _key_of_partial(label, value))
+        return _static_partial(label, value)
+    equal: Any = type(value).__eq__
+    if isinstance(value, slice) or equal in (tuple.__eq__, frozenset.__eq__):
+        return _static_by_parts(label, value)
     try:
         hash(value)
     except TypeError:
-        return Static(value, _key_without_hash(label, value))
-    return Static(value, (type(value), value))
+        return _static_by_parts(label, value)
+    return Static(value, (type(value), repr(value) if _is_compared_badly(value) else value))
 
 
-def _key_of_partial(label: str, value: functools.partial[Any]) -> Hashable:
+def _is_compared_badly(value: Any) -> bool:
+    """Whether a number is unlike itself, as NaN is, or like another one, as 0.0 is like -0.0."""
+    if isinstance(value, complex | np.complexfloating) or (isinstance(value, float | np.floating) and value == 0):
+        return True
+    return isinstance(value, float | np.generic) and not isinstance(value, np.void) and bool(value != value)
+
+
+def _static_partial(label: str, value: functools.partial[Any]) -> Static:
     """Partials hash by identity, and one made anew for each call would be tuned for at each call."""
-    parts: dict[Any, Any] = {"func": value.func, **dict(enumerate(value.args)), **value.keywords}
-    if any(isinstance(part, jax.Array | np.ndarray) for part in parts.values()):
-        return (type(value), value)
-    return (type(value), *((name, make_static(f"{label}.{name}", part).key) for name, part in parts.items()))
+    if any(isinstance(part, jax.Array | np.ndarray) for part in (*value.args, *value.keywords.values())):
+        return Static(value, (type(value), value))
+    function = make_static(f"{label}.func", value.func)
+    args = make_static(f"{label}.args", value.args)
+    keywords = make_static(f"{label}.keywords", dict(sorted(value.keywords.items())))
+    kept = copy.copy(value)
+    kept.__setstate__((function.value, args.value, keywords.value, dict(vars(value))))  # type: ignore[attr-defined]
+    return Static(kept, (type(value), function.key, args.key, keywords.key))
 
 
-def _key_without_hash(label: str, value: Any) -> Hashable:
+def _static_by_parts(label: str, value: Any) -> Static:
+    """What can be taken apart, by its parts; anything else by identity."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value)]
-        return (type(value), *((name, make_static(f"{label}.{name}", field).key) for name, field in fields))
+        return _static_dataclass(label, value)
     if isinstance(value, list | tuple):
-        return (type(value), *(make_static(f"{label}[{i}]", item).key for i, item in enumerate(value)))
-    if isinstance(value, set):
-        return (type(value), frozenset(make_static(label, item).key for item in value))
+        items = [make_static(f"{label}[{index}]", item) for index, item in enumerate(value)]
+        return Static(_with_items(value, [item.value for item in items]), (type(value), *(item.key for item in items)))
+    if isinstance(value, set | frozenset):
+        members = [make_static(label, member) for member in value]
+        kept = value if isinstance(value, frozenset) else copy.copy(value)
+        return Static(kept, (type(value), frozenset(member.key for member in members)))
     if isinstance(value, slice):
-        return (slice, *(make_static(label, part).key for part in (value.start, value.stop, value.step)))
+        return Static(value, (slice, *(make_static(label, part).key for part in (value.start, value.stop, value.step))))
     if isinstance(value, dict):
-        return (type(value), *((k, make_static(f"{label}[{k!r}]", v).key) for k, v in value.items()))
-    return Identity(type(value), id(value))
+        return _static_dict(label, value)
+    return Static(value, Identity(type(value), id(value)))
+
+
+def _static_dataclass(label: str, value: Any) -> Static:
+    names = [field.name for field in dataclasses.fields(value)]
+    fields = {name: make_static(f"{label}.{name}", getattr(value, name)) for name in names}
+    kept = copy.copy(value)
+    for name, field in fields.items():
+        object.__setattr__(kept, name, field.value)  # works for frozen ones too
+    return Static(kept, (type(value), *((name, field.key) for name, field in fields.items())))
+
+
+def _static_dict(label: str, value: dict[Any, Any]) -> Static:
+    entries = {name: make_static(f"{label}[{name!r}]", entry) for name, entry in value.items()}
+    kept = copy.copy(value)
+    dict.update(kept, {name: entry.value for name, entry in entries.items()})  # a Counter's own would add
+    return Static(kept, (type(value), *((make_static(label, name).key, entry.key) for name, entry in entries.items())))
+
+
+def _with_items(value: Any, items: list[Any]) -> Any:
+    """A copy of a list or tuple with other items; a tuple whose items are the same is itself."""
+    if not isinstance(value, tuple):
+        kept = copy.copy(value)
+        kept[:] = items
+        return kept
+    same = all(item is own for item, own in zip(items, value, strict=True))
+    return value if same else tuple.__new__(type(value), items)
 
 
 def keep_static(tunable: Tunable, label: str, value: Any) -> Static:
-    """`make_static`, with one warning for an argument that is told apart by identity."""
+    """`make_static`, with one warning for an argument that is told apart by identity and may change."""
     static = make_static(label, value)
     warned = tunable.state.setdefault("warned", set())
-    for identity in _find_identities(static.key):
-        if (label, identity.type) in warned:
+    for kind, reason in _find_identities(static.key):
+        if (label, kind) in warned:
             continue
-        warned.add((label, identity.type))
+        warned.add((label, kind))
         warnings.warn(
-            f"argument {label} of type {identity.type.__name__} cannot be hashed, so calls are told apart by which "
-            "object it is: changing it in place is not noticed. Give its type __hash__ and __eq__, or register it as "
-            "a pytree.",
+            f"argument {label} of type {kind.__name__} {reason}, so calls are told apart by which object it is: "
+            "changing it in place is not noticed. Give its type __hash__ and __eq__, as a frozen dataclass has them, "
+            "or register it as a pytree.",
             stacklevel=2,
         )
     return static
 
 
-def _find_identities(key: Hashable) -> Iterator[Identity]:
+def _find_identities(key: Hashable) -> Iterator[tuple[type, str]]:
+    """The types in a key that are compared by identity although their objects may change, and why."""
     if isinstance(key, Identity):
-        yield key
-    elif isinstance(key, tuple):
+        yield key.type, "cannot be hashed"
+    elif isinstance(key, tuple | frozenset):
         for part in key:
             yield from _find_identities(part)
+    elif _may_change_unseen(key):
+        yield type(key), "has no __hash__ of its own"
+
+
+def _may_change_unseen(value: Any) -> bool:
+    """Whether a value hashes by identity and has attributes; functions and what wraps them are left alone."""
+    kind: Any = type(value)
+    if kind.__hash__ is not object.__hash__ or isinstance(value, type | types.FunctionType | types.ModuleType):
+        return False
+    if hasattr(value, "__wrapped__") or kind.__module__.partition(".")[0] in ("jax", "jaxlib", "numpy"):
+        return False
+    if getattr(getattr(kind, "__dataclass_params__", None), "frozen", False):
+        return False
+    return bool(getattr(value, "__dict__", None)) or any(getattr(base, "__slots__", ()) for base in kind.__mro__)

@@ -11,13 +11,16 @@ from typing import Any
 
 import jax
 
+from tune_jax._build.gate import GATE
 from tune_jax._call import Call
+from tune_jax._config import CONFIG
 from tune_jax._errors import NoCandidateError
+from tune_jax._failure import summarise
 from tune_jax._jax import axis_names, outside_traces
-from tune_jax._key import Key, default_device, describe_placement, device_of, make_key
-from tune_jax._outline import candidates_of, outline
+from tune_jax._key import Key, default_device, describe_arguments, describe_placement, device_of, make_key
+from tune_jax._outline import UNTRACEABLE, Untraceable, candidates_of, outline
 from tune_jax._records import Candidate, Tunable
-from tune_jax._results import Results
+from tune_jax._results import Results, make_results
 from tune_jax._session import run_session
 
 
@@ -44,6 +47,9 @@ class Memory:
 def memory_of(tunable: Tunable) -> Memory:
     """The memory of a tuned function."""
     memory: Memory = tunable.state.setdefault("memory", Memory())
+    untraceable: Untraceable | None = tunable.state.pop(UNTRACEABLE, None)
+    if untraceable is not None:
+        memory.latest = _as_results(untraceable)
     return memory
 
 
@@ -72,12 +78,18 @@ def find_winner(
 
 
 def tune_once(call: Call, avals: Sequence[Any], given: Sequence[Any]) -> Results | None:
-    """Return the results for a call, tuning if nobody has; None where this thread is tuning this key already."""
+    """Return the results for a call, tuning if nobody has.
+
+    None where this thread is tuning this key already, or where it cannot because a program being timed calls it back.
+
+    Raises:
+      NoCandidateError: every candidate failed; the latest results then show how.
+    """
     memory = memory_of(call.tunable)
     key = key_of(call, avals, given)
     with memory.changed:
         while key not in memory.results:
-            if memory.running.get(key) is threading.current_thread():
+            if memory.running.get(key) is threading.current_thread() or _is_called_back(call):
                 return None
             if key not in memory.running:
                 memory.running[key] = threading.current_thread()
@@ -87,6 +99,9 @@ def tune_once(call: Call, avals: Sequence[Any], given: Sequence[Any]) -> Results
             return memory.results[key]
     try:
         results = run_session(call, avals, given)
+        if not results.timed:
+            memory.latest = results
+            raise NoCandidateError(summarise({row.id: row.failure for row in results.rows if row.failure}))
         memory.keep(key, results)
         return results
     finally:
@@ -100,6 +115,17 @@ def key_of(call: Call, avals: Sequence[Any], given: Sequence[Any]) -> Key:
     return make_key(call, avals, placement=describe_placement(given), device=device_of(given).device_kind)
 
 
+def _is_called_back(call: Call) -> bool:
+    if not GATE.is_held_around_caller():
+        return False
+    warnings.warn(
+        f"{call.tunable.name} is called back by a program that is being timed, and cannot be tuned meanwhile, so its "
+        "first candidate is used; call it before, with arguments like these.",
+        stacklevel=2,
+    )
+    return True
+
+
 def _find_obstacle(call: Call, avals: Sequence[Any]) -> str | None:
     """Why a call cannot be run on its own, or None if it can."""
     if not all(isinstance(size, int) for aval in avals for size in aval.shape):
@@ -111,10 +137,13 @@ def _find_obstacle(call: Call, avals: Sequence[Any]) -> str | None:
 
 
 def _stands_alone(call: Call, avals: Sequence[Any]) -> bool:
+    before = call.tunable.state.get(UNTRACEABLE)
     try:
         with outside_traces():
             outline(call, avals)
     except NoCandidateError:
+        # It was only a question, so nothing has failed.
+        call.tunable.state[UNTRACEABLE] = before
         return False
     return True
 
@@ -141,6 +170,21 @@ def _local_devices(platform: str) -> list[jax.Device]:
 
 def _as_candidate(results: Results) -> Candidate:
     return Candidate(results.best.id, results.best.hyperparams)
+
+
+def _as_results(untraceable: Untraceable) -> Results:
+    """Results of a call that was never tuned because none of its candidates can be traced."""
+    call = untraceable.call
+    return make_results(
+        function=call.tunable.name,
+        call=describe_arguments(call, untraceable.avals),
+        candidates=untraceable.candidates,
+        samples={},
+        failures=untraceable.failures,
+        device_kind=None,
+        wall_s=None,
+        separation=CONFIG.separation,
+    )
 
 
 def _replace(target: dict[Any, Any], source: dict[Any, Any]) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +20,18 @@ from tune_jax._wrap import mapped_outputs, wrap
 
 Describe = Callable[[frozenset[int]], tuple[Call, list[Any]]]
 
+# Where a tunable's state has the last call of which no candidate could be traced.
+UNTRACEABLE = "untraceable"
+
+# What JAX raises where Python needs the value of a traced input, and how it says which inputs those are.
+_NEEDS_A_VALUE = {
+    "ConcretizationTypeError",
+    "NonConcreteBooleanIndexError",
+    "TracerBoolConversionError",
+    "TracerIntegerConversionError",
+}
+_BLAME = re.compile(r"not available in Python because it depends on the values? of the arguments? (.*)")
+
 
 @dataclasses.dataclass(frozen=True)
 class Outline:
@@ -30,6 +43,16 @@ class Outline:
     effects: Any
     used: tuple[bool, ...]
     dynamic_bounds: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Untraceable:
+    """A call of which no candidate can be traced."""
+
+    call: Call
+    avals: tuple[Any, ...]
+    candidates: tuple[Candidate, ...]
+    failures: Mapping[int, Failure]
 
 
 def candidates_of(call: Call) -> list[Candidate]:
@@ -49,7 +72,7 @@ def outline(call: Call, avals: Sequence[Any]) -> Outline:
     known: dict[Any, Outline] = call.tunable.state.setdefault("outlines", {})
     key = (without_hints(call), tuple(avals), trace_context())
     if key not in known:
-        first, traced = _first_that_traces(call, lambda candidate: _trace(call, candidate, avals))
+        first, traced = _first_that_traces(call, avals, lambda candidate: _trace(call, candidate, avals))
         known[key] = _read_outline(first, traced)
     return known[key]
 
@@ -67,7 +90,9 @@ def batched_call(call: Call, batch: Batch, avals: Sequence[Any]) -> tuple[Call, 
     if key not in known:
         structs = abstract_inputs(avals)
         _, known[key] = _first_that_traces(
-            call, lambda candidate: mapped_outputs(wrap(call, candidate.hyperparams, name="outline"), batch, structs)
+            call,
+            avals,
+            lambda candidate: mapped_outputs(wrap(call, candidate.hyperparams, name="outline"), batch, structs),
         )
     return with_batch(call, dataclasses.replace(batch, mapped=known[key])), known[key]
 
@@ -111,13 +136,30 @@ def _try_first(describe: Describe, static: frozenset[int]) -> Outline | None:
     return None if isinstance(traced, Failure) else _read_outline(candidate, traced)
 
 
-def _first_that_traces(call: Call, trace: Callable[[Candidate], Any]) -> tuple[Candidate, Any]:
+def advise(call: Call, avals: Sequence[Any], failure: Failure) -> Failure:
+    """Say first which numbers to declare static where a candidate failed because Python needs their values."""
+    blamed = _BLAME.search(failure.message)
+    if blamed is None and failure.error_type not in _NEEDS_A_VALUE:
+        return failure
+    inputs = zip(call.input_names, call.input_parameters, avals, strict=True)
+    numbers = {i: name for i, (name, parameter, aval) in enumerate(inputs) if name == parameter and aval.shape == ()}
+    places = [int(place) for place in re.findall(r"inputs\[(\d+)\]", blamed[1])] if blamed else list(numbers)
+    names = [numbers[place] for place in places if place in numbers]
+    if not names:
+        return failure
+    advice = f"it needs the value of {' and '.join(names)} while it is traced; pass static_argnames={names} to tune"
+    return dataclasses.replace(failure, message=f"{advice}\n{failure.message}")
+
+
+def _first_that_traces(call: Call, avals: Sequence[Any], trace: Callable[[Candidate], Any]) -> tuple[Candidate, Any]:
     failures: dict[int, Failure] = {}
-    for candidate in candidates_of(call):
+    candidates = candidates_of(call)
+    for candidate in candidates:
         traced = attempt("trace", functools.partial(trace, candidate))
         if not isinstance(traced, Failure):
             return candidate, traced
-        failures[candidate.id] = traced
+        failures[candidate.id] = advise(call, avals, traced)
+    call.tunable.state[UNTRACEABLE] = Untraceable(without_hints(call), tuple(avals), tuple(candidates), failures)
     raise NoCandidateError(summarise(failures))
 
 

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 
 @contextlib.contextmanager
 def progress_bar(label: str, total: int, *, wanted: bool | None) -> Iterator[Callable[[int], object]]:
     """Show a bar of `total` steps; yields the function that advances it. `wanted=None` shows it where someone looks."""
-    shown = is_interactive() if wanted is None else wanted
-    with tqdm(total=total, desc=label, disable=not shown, leave=False) as bar:
+    shown = is_interactive() if wanted is None else wanted and _can_be_written(sys.stderr)
+    with _bar_class()(total=total, desc=label, disable=not shown, leave=False) as bar:
         # Timing goes on for those that may still win, after all are counted once.
         yield lambda steps: bar.update(min(steps, total - bar.n))
+
+
+def _bar_class() -> Any:
+    """The bar for where we are; a notebook without ipywidgets shows the plain one."""
+    if _in_notebook() and importlib.util.find_spec("ipywidgets") is not None:
+        from tqdm.notebook import tqdm as notebook_tqdm
+
+        return notebook_tqdm
+    return tqdm
 
 
 def is_interactive() -> bool:
@@ -25,8 +35,12 @@ def is_interactive() -> bool:
 
 
 def _is_terminal(stream: Any) -> bool:
+    return _can_be_written(stream) and bool(getattr(stream, "isatty", lambda: False)())
+
+
+def _can_be_written(stream: Any) -> bool:
     # Standard error may be None, closed, or replaced by something with no more than `write`.
-    return not getattr(stream, "closed", False) and bool(getattr(stream, "isatty", lambda: False)())
+    return hasattr(stream, "write") and not getattr(stream, "closed", False)
 
 
 def _in_notebook() -> bool:

@@ -11,6 +11,9 @@ from typing import Any, Literal
 Clock = Literal["device", "host"]
 Stage = Literal["trace", "compile", "check", "run", "timeout", "crash"]
 
+# How the message of a NoCandidateError begins; the errors follow, one a line.
+NONE_WORKS = "No hyperparameters compiled successfully"
+
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
@@ -31,8 +34,10 @@ class Failure:
 
     @property
     def first_line(self) -> str:
-        """The first line of the message that says something."""
+        """The first line of the message that says something: for a tuning inside, its first error."""
         lines = [line.strip() for line in self.message.splitlines() if line.strip()]
+        if len(lines) > 1 and NONE_WORKS in lines[0]:
+            return lines[1]
         return lines[0] if lines else ""
 
 

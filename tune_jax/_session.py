@@ -18,14 +18,14 @@ from tune_jax._build.programs import Program, lower_candidate
 from tune_jax._build.threads import Built, build, usable_cores
 from tune_jax._call import Call
 from tune_jax._config import CONFIG
-from tune_jax._errors import NoCandidateError, ProfileError
-from tune_jax._failure import attempt, summarise
+from tune_jax._errors import ProfileError
+from tune_jax._failure import attempt
 from tune_jax._inputs import collect_inputs
 from tune_jax._jax import outside_traces
 from tune_jax._key import describe_arguments, device_of
 from tune_jax._measure.rounds import Effort, measure
 from tune_jax._measure.timers import DeviceTimer, HostTimer, Launchable, Timer
-from tune_jax._outline import candidates_of, outline
+from tune_jax._outline import advise, candidates_of, outline
 from tune_jax._progress import progress_bar
 from tune_jax._rank import is_usable
 from tune_jax._records import Candidate, Failure, Samples
@@ -49,8 +49,10 @@ class Measured:
 def run_session(call: Call, avals: Sequence[Any], given: Sequence[Any]) -> Results:
     """Compile, run, time and rank every candidate of `call`. `given` holds the inputs that are known, else None.
 
+    In the results all rows may be failures.
+
     Raises:
-      NoCandidateError: every candidate failed.
+      NoCandidateError: no candidate can be traced.
       ExampleError: the example arguments do not fit the call.
     """
     started = time.perf_counter()
@@ -75,8 +77,6 @@ def run_session(call: Call, avals: Sequence[Any], given: Sequence[Any]) -> Resul
         warnings=measured.warnings,
     )
     _log(results)
-    if not results.timed:
-        raise NoCandidateError(summarise(built.failures))
     return results
 
 
@@ -95,7 +95,7 @@ def _build_all(call: Call, avals: Sequence[Any], candidates: Sequence[Candidate]
         return attempt("run", lambda: program.launch(inputs))
 
     with progress_bar(f"compiling {asked.name}", len(candidates), wanted=asked.progress) as advance:
-        return build(
+        built = build(
             candidates,
             lower,
             donated=donated,
@@ -103,6 +103,8 @@ def _build_all(call: Call, avals: Sequence[Any], candidates: Sequence[Candidate]
             max_workers=asked.max_workers or usable_cores(),
             on_done=lambda: advance(1),
         )
+    built.failures = {key: advise(call, avals, failure) for key, failure in built.failures.items()}
+    return built
 
 
 def _measure_all(call: Call, built: Built, inputs: Sequence[Any], platform: str) -> Measured:
@@ -122,7 +124,16 @@ def _measure_all(call: Call, built: Built, inputs: Sequence[Any], platform: str)
             warnings.warn(f"{asked.name}: {notes[0]}", stacklevel=2)
             samples = _run_rounds(call, programs, HostTimer(), advance)
     unseen = {key: _unseen(call, sample) for key, sample in samples.items() if not is_usable(sample)}
-    return Measured(samples, unseen | failures, notes)
+    return Measured(samples, unseen | failures, notes + _note_shortage(samples))
+
+
+def _note_shortage(samples: Mapping[int, Samples]) -> tuple[str, ...]:
+    """Say so if there was no time for the rounds that every candidate should get."""
+    most = max((len(sample.durations_ns) for sample in samples.values()), default=CONFIG.profiling_samples)
+    wanted = min(CONFIG.profiling_samples, CONFIG.max_rounds)
+    if most >= wanted:
+        return ()
+    return (f"time ran out after {most} of {wanted} rounds; raise CONFIG.max_measure_s ({CONFIG.max_measure_s} s)",)
 
 
 def _run_rounds(

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import re
 import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from tune_jax._errors import HyperparamsError, OptionError
-from tune_jax._function import TunedFunction
+from tune_jax._function import TunedFunction, TunedMethod
 from tune_jax._jax import is_jitted, jit_compiler_options, jit_donations, jit_statics
 from tune_jax._records import Tunable
-from tune_jax._space import check_names, read_sample_num, read_space
+from tune_jax._space import as_whole, check_names, read_sample_num, read_space, where_parameters
 
 
 def tune(
@@ -31,7 +32,7 @@ def tune(
     seed: int = 0,
     event_filter_regex: str | None = None,
     progress: bool | None = None,
-    keep_trace: str | None = None,
+    keep_trace: str | os.PathLike[str] | None = None,
 ) -> Any:
     """Tune a function's hyperparameters by timing every choice on the device, at its first call for new arguments.
 
@@ -67,7 +68,7 @@ def tune(
       seed: for the draw, and for the order in which candidates are timed.
       event_filter_regex: count only kernels whose own name or op name this pattern is found in.
       progress: show progress bars; by default where standard error is a terminal, or in a notebook.
-      keep_trace: folder in which to leave the profiler's traces.
+      keep_trace: folder in which to leave the profiler's traces; made if missing.
 
     Returns:
       A `TunedFunction`.
@@ -108,20 +109,23 @@ def tune(
             example_kws=example_kws,
             max_workers=_read_workers(max_workers),
             kernel_filter=_read_filter(event_filter_regex),
-            progress=progress,
-            keep_trace=keep_trace,
+            progress=_read_progress(progress),
+            keep_trace=_read_folder(keep_trace),
         )
     )
 
 
 def _check_function(function: Any) -> None:
+    if isinstance(function, classmethod | staticmethod):
+        kind = type(function).__name__
+        raise OptionError(f"tune got a {kind}; put @{kind} outside of @tune, that is, on the line above it.")
     if not callable(function):
         raise OptionError(
             f"tune got {function!r} of type {type(function).__name__}; expected a function. Give the grid as "
             "tune(function, hyperparams=...) or @tune(hyperparams=...)."
         )
     inside = function.__wrapped__ if is_jitted(function) else function
-    if isinstance(inside, TunedFunction):
+    if isinstance(inside, TunedFunction | TunedMethod):
         raise OptionError(
             f"{getattr(function, '__name__', function)!r} is tuned already; put all of its hyperparameters into one "
             "tune, or tune the function that it wraps."
@@ -188,18 +192,21 @@ def _read_signature(function: Callable[..., Any]) -> inspect.Signature:
 
 
 def _read_where(where: Any) -> Callable[..., Any] | None:
-    if where is None or callable(where):
-        return where  # type: ignore[no-any-return]
-    raise OptionError(
-        f"where is {where!r} of type {type(where).__name__}; expected a function of hyperparameters, such as "
-        "lambda block_q, block_k: block_q >= block_k."
-    )
+    if where is not None and not callable(where):
+        raise OptionError(
+            f"where is {where!r} of type {type(where).__name__}; expected a function of hyperparameters, such as "
+            "lambda block_q, block_k: block_q >= block_k."
+        )
+    if where is not None:
+        where_parameters(where)
+    return where  # type: ignore[no-any-return]
 
 
 def _read_seed(seed: Any) -> int:
-    if isinstance(seed, bool) or not hasattr(seed, "__index__"):
+    number = as_whole(seed)
+    if number is None:
         raise OptionError(f"seed is {seed!r}; expected a whole number, so that every process draws the same.")
-    return int(seed)
+    return number
 
 
 def _read_static_names(names: Any, signature: inspect.Signature, function_name: str) -> frozenset[str]:
@@ -220,12 +227,13 @@ def _read_static_names(names: Any, signature: inspect.Signature, function_name: 
 def _read_workers(max_workers: Any) -> int | None:
     if max_workers is None:
         return None
-    if isinstance(max_workers, bool) or not hasattr(max_workers, "__index__") or int(max_workers) < 1:
+    number = as_whole(max_workers)
+    if number is None or number < 1:
         raise OptionError(
             f"max_workers is {max_workers!r}; expected a positive whole number of threads, or None for as many as "
             "this process may use cores."
         )
-    return int(max_workers)
+    return number
 
 
 def _read_filter(pattern: str | None) -> re.Pattern[str] | None:
@@ -240,3 +248,31 @@ def _read_filter(pattern: str | None) -> re.Pattern[str] | None:
             "plain kernel name."
         ) from error
     return compiled
+
+
+def _read_progress(progress: Any) -> bool | None:
+    if progress is None or isinstance(progress, bool):
+        return progress
+    raise OptionError(
+        f"progress is {progress!r} of type {type(progress).__name__}; expected True, False, or None for bars where "
+        "someone looks."
+    )
+
+
+def _read_folder(keep_trace: Any) -> str | None:
+    """Check that traces can be left there; makes no folder, since most tuned functions are never called."""
+    if keep_trace is None:
+        return None
+    folder = os.fspath(keep_trace) if isinstance(keep_trace, str | os.PathLike) else None
+    if not isinstance(folder, str) or not folder:
+        raise OptionError(
+            f"keep_trace is {keep_trace!r} of type {type(keep_trace).__name__}; expected the path of a folder, such as "
+            "'/tmp/traces', or None to keep no traces."
+        )
+    there = os.path.abspath(folder)
+    while not os.path.lexists(there):
+        there = os.path.dirname(there)
+    if not os.path.isdir(there) or not os.access(there, os.W_OK | os.X_OK):
+        why = "may not be written to" if os.path.isdir(there) else "is no folder"
+        raise OptionError(f"keep_trace is {folder!r}, but {there} {why}; give a folder that can be made or written to.")
+    return folder

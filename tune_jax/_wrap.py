@@ -20,7 +20,9 @@ def wrap(call: Call, hyperparams: Mapping[str, Any], *, name: str) -> Callable[.
 
     def candidate(*inputs: Any) -> Any:
         bound = bind(call, call.arguments(inputs), hyperparams)
-        return call.tunable.function(*bound.args, **bound.kwargs)
+        result = call.tunable.function(*bound.args, **bound.kwargs)
+        _check_leaves(call.tunable.name, result)
+        return result
 
     function: Callable[..., Any] = candidate
     for batch in call.batches:
@@ -58,6 +60,23 @@ def mapped_outputs(function: Callable[..., Any], batch: Batch, inputs: Sequence[
 
     jax.eval_shape(_batched(noted, batch), *inputs)
     return tuple(found)
+
+
+def _check_leaves(name: str, result: Any) -> None:
+    # JAX warns of a generator in a pytree unless told that it is a leaf.
+    for path, leaf in jax.tree_util.tree_leaves_with_path(result, is_leaf=inspect.isgenerator):
+        try:
+            jax.typeof(leaf)
+        except TypeError:
+            if inspect.iscoroutine(leaf):
+                # Nobody will await it, which Python warns of.
+                leaf.close()
+            dtype = f" of dtype {leaf.dtype}" if hasattr(leaf, "dtype") else ""
+            where = f" at {jax.tree_util.keystr(path)}" if path else ""
+            raise TypeError(
+                f"{name} returned a value of type {type(leaf).__name__}{dtype}{where}, expected arrays, numbers, None, "
+                "or pytrees of these"
+            ) from None
 
 
 def _batched(function: Callable[..., Any], batch: Batch) -> Callable[..., Any]:

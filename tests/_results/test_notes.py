@@ -121,7 +121,7 @@ def test_the_last_note_compares_the_ends():
 
 
 def test_one_setting_has_nothing_to_compare_with():
-    assert list_notes(gather(timed(0, 100.0), failed(1)))[-1].startswith("Only one setting was timed")
+    assert list_notes(gather(timed(0, 100.0), failed(1)))[-1].startswith("There is one timed setting here")
 
 
 def test_no_setting_says_so():

@@ -13,7 +13,7 @@ class Gate:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._compiling = 0
-        self._measuring = False
+        self._measuring: threading.Thread | None = None
         self._waiting = 0
 
     @contextlib.contextmanager
@@ -39,7 +39,7 @@ class Gate:
             self._waiting += 1
             try:
                 self._changed.wait_for(lambda: not self._measuring and not self._compiling)
-                self._measuring = True
+                self._measuring = threading.current_thread()
             finally:
                 self._waiting -= 1
                 self._changed.notify_all()
@@ -48,6 +48,15 @@ class Gate:
         finally:
             self._leave_measuring()
 
+    def is_held_around_caller(self) -> bool:
+        """Whether the caller runs within a measurement: in its thread, or as a host callback in a thread of XLA's.
+
+        To wait for the gate would then be to wait for oneself.
+        """
+        thread = threading.current_thread()
+        # Threads that Python did not start have such names; a callback of another program in one cannot be told apart.
+        return self._measuring is not None and (thread is self._measuring or thread.name.startswith("Dummy-"))
+
     def _leave_compiling(self) -> None:
         with self._changed:
             self._compiling -= 1
@@ -55,7 +64,7 @@ class Gate:
 
     def _leave_measuring(self) -> None:
         with self._changed:
-            self._measuring = False
+            self._measuring = None
             self._changed.notify_all()
 
 

@@ -17,7 +17,9 @@ def make_frame(rows: Sequence[Row]) -> Any:
     try:
         import pandas
     except ImportError as error:
-        raise ImportError('to_df needs pandas, which is not installed: pip install "tune-jax[pandas]"') from error
+        raise ImportError(
+            'to_df needs pandas, which is not installed: pip install pandas, or the extra "pandas" of tune-jax'
+        ) from error
     columns = {
         "id": pandas.Series([row.id for row in rows], dtype="int64"),
         # As objects: pandas would turn [64, None] into floats and True among numbers into 1.

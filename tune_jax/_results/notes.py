@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from tune_jax._records import Clock, Failure
-from tune_jax._results.cells import shorten, show_hyperparams, show_ids
+from tune_jax._results.cells import shorten, show_hyperparams, show_ids, strip_addresses
 from tune_jax._results.row import Row
 
 _LONGEST_ERROR = 200
+_LONGEST_CALL = 300
 # Above this a launch is mostly gaps, and someone who watches a wall clock will miss them in the table.
 _MUCH_IDLE = 0.5
 
@@ -56,7 +57,7 @@ class Outcome(Protocol):
 
 def write_caption(outcome: Outcome) -> str:
     """`f(x: f32[8]) on cpu: 16 candidates (12 distinct programs), 1 failed, device time, tuned in 1.2 s`."""
-    call = f"({outcome.call})" if outcome.call else ""
+    call = f"({shorten(strip_addresses(' '.join(outcome.call.split())), _LONGEST_CALL)})" if outcome.call else ""
     place = f" on {outcome.device_kind}" if outcome.device_kind else ""
     facts = [
         f"{len(outcome.failures)} failed" if outcome.failures else "",
@@ -121,5 +122,5 @@ def _compare_ends(timed: Sequence[Row]) -> str:
     if not medians_s:
         return "No setting could be timed."
     if len(medians_s) == 1:
-        return "Only one setting was timed, so there is nothing to compare it with."
+        return "There is one timed setting here, so nothing to compare it with."
     return f"The fastest setting runs {max(medians_s) / min(medians_s):.2f} times as fast as the slowest."

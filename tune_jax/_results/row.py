@@ -37,10 +37,10 @@ class Row:
 
     id: int
     hyperparams: Mapping[str, Any]
-    samples_ns: tuple[float, ...] = ()
-    spans_ns: tuple[float, ...] = ()
+    samples_ns: tuple[float, ...] = dataclasses.field(default=(), repr=False)
+    spans_ns: tuple[float, ...] = dataclasses.field(default=(), repr=False)
     clock: Clock | None = None
-    kernels: tuple[KernelTime, ...] = ()
+    kernels: tuple[KernelTime, ...] = dataclasses.field(default=(), repr=False)
     slowdown: float | None = None
     tied: bool = False
     failure: Failure | None = None
