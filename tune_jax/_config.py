@@ -25,7 +25,7 @@ class Config:
 
     profiling_samples: int = 3
     max_rounds: int = 30
-    max_measure_s: float = 5.0
+    max_measure_s: float = 3.0
     separation: float = 3.0
     tie_tolerance: float = 0.005
     allow_fallback_timing: bool = True
