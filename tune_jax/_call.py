@@ -184,7 +184,7 @@ def _readable_path(names: Sequence[str], path: Sequence[Any]) -> str:
 
 def _is_declared(tunable: Tunable, names: Sequence[str], path: Sequence[Any]) -> bool:
     name = names[path[0].idx]
-    if name == _variadic_name(tunable.signature):
+    if name == variadic_name(tunable.signature):
         name = path[1].key
     return name in tunable.static_names
 
@@ -192,7 +192,7 @@ def _is_declared(tunable: Tunable, names: Sequence[str], path: Sequence[Any]) ->
 def _split(
     tunable: Tunable, arguments: Mapping[str, Any], hyperparam_names: Sequence[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    variadic = _variadic_name(tunable.signature)
+    variadic = variadic_name(tunable.signature)
     extra = arguments.get(variadic, {}) if variadic else {}
     given = {name: {**arguments, **extra}[name] for name in hyperparam_names if name in arguments or name in extra}
     defaults = _plain_defaults(tunable.signature)
@@ -216,7 +216,8 @@ def _is_plain(leaf: Any) -> bool:
     return not is_dynamic(leaf) and isinstance(leaf, Hashable)
 
 
-def _variadic_name(signature: inspect.Signature) -> str | None:
+def variadic_name(signature: inspect.Signature) -> str | None:
+    """The name of a signature's `**kwargs`, None if it has none."""
     return next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from tune_jax._call import Batch, Call
+from tune_jax._call import Batch, Call, variadic_name
 from tune_jax._jax import is_batched
 
 
@@ -39,7 +39,7 @@ def wrap_flat(call: Call, hyperparams: Mapping[str, Any], *, name: str) -> Calla
 def bind(call: Call, arguments: Mapping[str, Any], hyperparams: Mapping[str, Any]) -> inspect.BoundArguments:
     """Join a call's arguments with hyperparameters, each where the function's signature takes it."""
     signature = call.tunable.signature
-    variadic = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
+    variadic = variadic_name(signature)
     named = {name: value for name, value in hyperparams.items() if name in signature.parameters}
     extra = {name: value for name, value in hyperparams.items() if name not in signature.parameters}
     joined = {**arguments, **named}
