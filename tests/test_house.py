@@ -53,7 +53,7 @@ ROOMS = {
     "_session": "_build _call _inputs _jax _key _measure _outline _progress _rank _results _shardings",
     "_outline": "jax _jax _call _space _wrap",
     "_space": "numpy",
-    "_wrap": "jax _jax _call",
+    "_wrap": "jax numpy _jax _call",
     "_inputs": "jax ml_dtypes numpy _jax _call _leaves",
     "_build": "jax _jax",
     "_build.programs": "jax _jax _call _outline _wrap",

@@ -108,6 +108,15 @@ def test_the_zero_of_every_kind_has_a_tangents_type(value):
     assert zero.aval.shape == np.shape(value)
 
 
+@pytest.mark.parametrize(
+    ("value", "takes"),
+    [(X, True), (np.complex64(1), True), (np.arange(3), False), (np.bool_(True), False), (jax.random.key(0), False)],
+    ids=["float", "complex", "int", "bool", "key"],
+)
+def test_floats_and_complex_numbers_take_cotangents(value, takes):
+    assert _jax.takes_cotangent(jax.typeof(value)) is takes
+
+
 def test_a_transpose_rule_gets_placeholders(double):
     def rule(cotangents, x):
         assert _jax.is_linear_input(x)

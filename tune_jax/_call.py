@@ -50,7 +50,8 @@ class Call:
     """What a call of a tuned function is, its inputs' shapes apart.
 
     `names` are the parameters given, `tree` the structure of the tuple of their values, `statics` its static
-    leaves by index, `fixed` the hyperparameters given at call time, `batches` the vmaps from the inside out.
+    leaves by index, `fixed` the hyperparameters given at call time, `batches` the vmaps from the inside out. `moving`
+    are the inputs by which the whole is then differentiated, if the backward pass belongs to the call too.
     """
 
     tunable: Tunable
@@ -61,6 +62,7 @@ class Call:
     statics: tuple[tuple[int, Static], ...]
     fixed: tuple[tuple[str, Static], ...]
     batches: tuple[Batch, ...] = ()
+    moving: tuple[int, ...] = ()
     hints: Hints = Hints()
 
     def __repr__(self) -> str:

@@ -86,6 +86,11 @@ def zero_tangent(value: Any) -> Any:
     return ad.Zero(jax.typeof(value).to_tangent_aval())
 
 
+def takes_cotangent(aval: Any) -> bool:
+    """Whether values like this can be differentiated: floats and complex numbers, not integers or keys."""
+    return bool(aval.to_tangent_aval().dtype != jax.dtypes.float0)
+
+
 def instantiate(cotangent: Any) -> Any:
     """A cotangent as an array, symbolic zeros included."""
     return ad.instantiate_zeros(cotangent)

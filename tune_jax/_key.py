@@ -44,11 +44,12 @@ def make_key(call: Call, avals: Sequence[Any], *, placement: Sequence[str], devi
 
 
 def describe_arguments(call: Call, avals: Sequence[Any]) -> str:
-    """The call's arguments in words: `q: bfloat16[2,4096,8,128], causal: True`."""
+    """The call's arguments in words: `q: bfloat16[2,4096,8,128], causal: True`, and by which it is differentiated."""
     inputs = dict(zip(call.dynamic_indices, avals, strict=True))
     statics = {index: repr(static.value) for index, static in call.statics}
     words = {**{i: describe_aval(aval) for i, aval in inputs.items()}, **statics}
-    return ", ".join(f"{call.paths[index]}: {words[index]}" for index in sorted(words))
+    moving = [f"with its vjp by {' and '.join(call.input_names[index] for index in call.moving)}"] * bool(call.moving)
+    return ", ".join([*(f"{call.paths[index]}: {words[index]}" for index in sorted(words)), *moving])
 
 
 def device_of(values: Sequence[Any]) -> jax.Device:

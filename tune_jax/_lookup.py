@@ -18,7 +18,7 @@ from tune_jax._errors import NoCandidateError
 from tune_jax._failure import summarise
 from tune_jax._jax import axis_names, outside_traces
 from tune_jax._key import Key, default_device, describe_arguments, describe_placement, device_of, make_key
-from tune_jax._outline import UNTRACEABLE, Untraceable, candidates_of, outline
+from tune_jax._outline import UNTRACEABLE, Untraceable, can_be_traced, candidates_of, outline
 from tune_jax._records import Candidate, Tunable
 from tune_jax._results import Results, make_results
 from tune_jax._session import run_session
@@ -137,15 +137,8 @@ def _find_obstacle(call: Call, avals: Sequence[Any]) -> str | None:
 
 
 def _stands_alone(call: Call, avals: Sequence[Any]) -> bool:
-    before = call.tunable.state.get(UNTRACEABLE)
-    try:
-        with outside_traces():
-            outline(call, avals)
-    except NoCandidateError:
-        # It was only a question, so nothing has failed.
-        call.tunable.state[UNTRACEABLE] = before
-        return False
-    return True
+    with outside_traces():
+        return can_be_traced(call, avals)
 
 
 @contextlib.contextmanager

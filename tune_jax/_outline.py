@@ -13,7 +13,7 @@ import jax
 from tune_jax._call import Batch, Call, with_batch, without_hints
 from tune_jax._errors import NoCandidateError
 from tune_jax._failure import attempt, summarise
-from tune_jax._jax import dynamic_grid_bounds, shaped, struct_of, trace_context, used_inputs
+from tune_jax._jax import dynamic_grid_bounds, shaped, struct_of, takes_cotangent, trace_context, used_inputs
 from tune_jax._records import Candidate, Failure
 from tune_jax._space import list_candidates
 from tune_jax._wrap import mapped_outputs, wrap
@@ -97,6 +97,25 @@ def batched_call(call: Call, batch: Batch, avals: Sequence[Any]) -> tuple[Call, 
     return with_batch(call, dataclasses.replace(batch, mapped=known[key])), known[key]
 
 
+def can_be_traced(call: Call, avals: Sequence[Any]) -> bool:
+    """Whether any candidate of `call` can be traced; if none can, that is no failure of the call."""
+    before = call.tunable.state.get(UNTRACEABLE)
+    try:
+        outline(call, avals)
+    except NoCandidateError:
+        call.tunable.state[UNTRACEABLE] = before
+        return False
+    return True
+
+
+def program_avals(call: Call, avals: Sequence[Any]) -> list[Any]:
+    """The abstract values that a candidate's program takes: the inputs', and cotangents if it goes backward too."""
+    if not call.moving:
+        return list(avals)
+    results = outline(dataclasses.replace(call, moving=()), avals).avals
+    return [*avals, *(shaped(aval) for aval in results if takes_cotangent(aval))]
+
+
 def abstract_inputs(avals: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
     """Abstract values as the structs that `jax.jit(...).trace` takes."""
     return [struct_of(aval) for aval in avals]
@@ -164,7 +183,8 @@ def _first_that_traces(call: Call, avals: Sequence[Any], trace: Callable[[Candid
 
 
 def _trace(call: Call, candidate: Candidate, avals: Sequence[Any]) -> Any:
-    return jax.jit(wrap(call, candidate.hyperparams, name="outline")).trace(*abstract_inputs(avals))
+    function = wrap(call, candidate.hyperparams, name="outline")
+    return jax.jit(function).trace(*abstract_inputs(program_avals(call, avals)))
 
 
 def _read_outline(candidate: Candidate, traced: Any) -> Outline:

@@ -7,6 +7,7 @@ what the forward pass keeps for the backward pass may differ by candidate.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,9 +18,9 @@ from tune_jax import _jax
 from tune_jax._call import Batch, Call, select_leaves, without_hints
 from tune_jax._leaves import is_concrete
 from tune_jax._lookup import find_winner
-from tune_jax._outline import abstract_inputs, batched_call, outline
+from tune_jax._outline import abstract_inputs, batched_call, can_be_traced, outline
 from tune_jax._records import Candidate
-from tune_jax._wrap import wrap_flat
+from tune_jax._wrap import along, wrap_flat
 
 tuned_call_p = _jax.make_primitive("tuned_call")
 
@@ -80,14 +81,15 @@ def _batch(axis: Any, inputs: Sequence[Any], dims: Sequence[int | None], *, call
 
 
 def _differentiate(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call) -> tuple[Any, Any]:
-    winner = _placed_winner(call, primals)
     moving = [index for index, tangent in enumerate(tangents) if type(tangent) is not _jax.SymbolicZero]
-    along = _along(winner, primals, moving)
-    return _push_forward(along, [primals[index] for index in moving], [tangents[index] for index in moving])
+    winner = _placed_winner(call, primals, moving=moving)
+    return _push_forward(
+        along(winner, primals, moving), [primals[index] for index in moving], [tangents[index] for index in moving]
+    )
 
 
 def _push_forward(
-    function: Callable[..., tuple[Any, ...]], primals: Sequence[Any], tangents: Sequence[Any]
+    function: Callable[..., Sequence[Any]], primals: Sequence[Any], tangents: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
     """As `jax.jvp`, but outputs that do not move keep symbolic zeros, which a zero array is not the same as.
 
@@ -115,23 +117,9 @@ def _transpose(cotangents: Sequence[Any], *inputs: Any, call: Call) -> list[Any]
     avals = [value.aval if index in linear else jax.typeof(value) for index, value in enumerate(inputs)]
     given = [None if index in linear or not is_concrete(value) else value for index, value in enumerate(inputs)]
     winner = _cached_jit(call, find_winner(call, [_jax.shaped(aval) for aval in avals], given))
-    back = jax.linear_transpose(_along(winner, inputs, linear), *abstract_inputs([avals[index] for index in linear]))
-    found = dict(zip(linear, back(tuple(map(_jax.instantiate, cotangents))), strict=True))
+    back = jax.linear_transpose(along(winner, inputs, linear), *abstract_inputs([avals[index] for index in linear]))
+    found = dict(zip(linear, back([_jax.instantiate(cotangent) for cotangent in cotangents]), strict=True))
     return [found.get(index) for index in range(len(inputs))]
-
-
-def _along(
-    function: Callable[..., Any], inputs: Sequence[Any], moving: Sequence[int]
-) -> Callable[..., tuple[Any, ...]]:
-    """`function` of its `moving` inputs alone."""
-
-    def along(*values: Any) -> tuple[Any, ...]:
-        joined = list(inputs)
-        for index, value in zip(moving, values, strict=True):
-            joined[index] = value
-        return tuple(function(*joined))
-
-    return along
 
 
 def _lower(context: Any, *inputs: Any, call: Call) -> Any:
@@ -141,12 +129,21 @@ def _lower(context: Any, *inputs: Any, call: Call) -> Any:
     return _jax.lower_inline(context, _flat(call, winner), inputs)
 
 
-def _placed_winner(call: Call, inputs: Sequence[Any]) -> Any:
-    """The winner for inputs that are here, tracers or not, as a jitted function."""
+def _placed_winner(call: Call, inputs: Sequence[Any], *, moving: Sequence[int] = ()) -> Any:
+    """The winner for inputs that are here, tracers or not, as a jitted function; `moving` ones are differentiated."""
     avals = [_jax.shaped(jax.typeof(value)) for value in inputs]
     hints = _keep_fitting(call.hints.values, avals)
     known = [value if is_concrete(value) else hint for value, hint in zip(inputs, hints, strict=True)]
-    return _cached_jit(call, find_winner(call, avals, known))
+    return _cached_jit(call, find_winner(_with_vjp(call, avals, moving), avals, known))
+
+
+def _with_vjp(call: Call, avals: Sequence[Any], moving: Sequence[int]) -> Call:
+    """The call with its backward pass, if that is asked for and some candidate has one."""
+    inexact = tuple(index for index in moving if _jax.takes_cotangent(avals[index]))
+    if not call.tunable.with_vjp or not inexact:
+        return call
+    whole = dataclasses.replace(call, moving=inexact)
+    return whole if can_be_traced(whole, avals) else call
 
 
 def _flat(call: Call, candidate: Candidate) -> Callable[..., Any]:

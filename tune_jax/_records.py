@@ -100,4 +100,5 @@ class Tunable:
     kernel_filter: re.Pattern[str] | None = None
     progress: bool | None = None
     keep_trace: str | None = None
+    with_vjp: bool = False
     state: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False)

@@ -20,12 +20,12 @@ from tune_jax._call import Call
 from tune_jax._config import CONFIG
 from tune_jax._errors import ProfileError
 from tune_jax._failure import attempt
-from tune_jax._inputs import collect_inputs
+from tune_jax._inputs import collect_inputs, make_value
 from tune_jax._jax import outside_traces
 from tune_jax._key import describe_arguments, device_of
 from tune_jax._measure.rounds import Effort, measure
 from tune_jax._measure.timers import DeviceTimer, HostTimer, Launchable, Timer
-from tune_jax._outline import advise, candidates_of, outline
+from tune_jax._outline import advise, candidates_of, outline, program_avals
 from tune_jax._progress import progress_bar
 from tune_jax._rank import is_usable
 from tune_jax._records import Candidate, Failure, Samples
@@ -59,6 +59,9 @@ def run_session(call: Call, avals: Sequence[Any], given: Sequence[Any]) -> Resul
     with outside_traces():
         candidates = candidates_of(call)
         inputs = collect_inputs(call, avals, given, input_shardings(call))
+        inputs += [
+            make_value(aval, seed=len(avals) + i) for i, aval in enumerate(program_avals(call, avals)[len(avals) :])
+        ]
         device = device_of(inputs)
         built = _build_all(call, avals, candidates, inputs)
         measured = _measure_all(call, built, inputs, device.platform)
@@ -83,9 +86,9 @@ def run_session(call: Call, avals: Sequence[Any], given: Sequence[Any]) -> Resul
 def _build_all(call: Call, avals: Sequence[Any], candidates: Sequence[Candidate], inputs: Sequence[Any]) -> Built:
     asked = call.tunable
     expected = outline(call, avals)
-    donated = donated_inputs(call)
+    donated = donated_inputs(call) + (False,) * (len(inputs) - len(avals))
     options = jit_options(call, donated)
-    abstract = placed_inputs(avals, inputs)
+    abstract = placed_inputs(program_avals(call, avals), inputs)
     prefix = f"tune{next(_session_numbers)}_{re.sub(r'[^A-Za-z0-9_]', '_', asked.name)}"
 
     def lower(candidate: Candidate) -> Any:

@@ -27,8 +27,9 @@ def input_shardings(call: Call) -> list[Any]:
 
 
 def output_shardings(call: Call) -> Any:
-    """The `out_shardings` of the tuned function, a prefix tree of its result."""
-    return None if call.batches else call.tunable.out_shardings
+    """The `out_shardings` of the call's program, a prefix tree of its result; gradients are not spoken of."""
+    asked = None if call.batches else call.tunable.out_shardings
+    return (asked, None) if call.moving and asked is not None else asked
 
 
 def placed_inputs(avals: Sequence[Any], inputs: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:

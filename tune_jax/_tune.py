@@ -33,6 +33,7 @@ def tune(
     event_filter_regex: str | None = None,
     progress: bool | None = None,
     keep_trace: str | os.PathLike[str] | None = None,
+    with_vjp: bool = False,
 ) -> Any:
     """Tune a function's hyperparameters by timing every choice on the device, at its first call for new arguments.
 
@@ -69,6 +70,9 @@ def tune(
       event_filter_regex: count only kernels whose own name or op name this pattern is found in.
       progress: show progress bars; by default where standard error is a terminal, or in a notebook.
       keep_trace: folder in which to leave the profiler's traces; made if missing.
+      with_vjp: where a call is differentiated, time each candidate's forward and backward pass together, on made-up
+        cotangents, so that training picks what training needs. A call that is not is tuned as without it. If no
+        candidate can be differentiated in reverse, forward passes alone are timed.
 
     Returns:
       A `TunedFunction`.
@@ -111,6 +115,7 @@ def tune(
             kernel_filter=_read_filter(event_filter_regex),
             progress=_read_progress(progress),
             keep_trace=_read_folder(keep_trace),
+            with_vjp=_read_with_vjp(with_vjp),
         )
     )
 
@@ -256,6 +261,15 @@ def _read_progress(progress: Any) -> bool | None:
     raise OptionError(
         f"progress is {progress!r} of type {type(progress).__name__}; expected True, False, or None for bars where "
         "someone looks."
+    )
+
+
+def _read_with_vjp(with_vjp: Any) -> bool:
+    if isinstance(with_vjp, bool):
+        return with_vjp
+    raise OptionError(
+        f"with_vjp is {with_vjp!r} of type {type(with_vjp).__name__}; expected True, to time forward and backward "
+        "together where a call is differentiated, or False."
     )
 
 

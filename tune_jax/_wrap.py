@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from tune_jax._call import Batch, Call, variadic_name
-from tune_jax._jax import is_batched
+from tune_jax._jax import is_batched, takes_cotangent
 
 
 def wrap(call: Call, hyperparams: Mapping[str, Any], *, name: str) -> Callable[..., Any]:
     """Return the function of the call's inputs that runs the candidate and returns its result as it is.
 
-    Its `__name__` is `name`, which names the XLA module too.
+    If the backward pass belongs to the call, it takes the cotangents of the result's differentiable leaves after the
+    inputs, and returns the result with the gradients. Its `__name__` is `name`, which names the XLA module too.
     """
 
     def candidate(*inputs: Any) -> Any:
@@ -27,6 +29,8 @@ def wrap(call: Call, hyperparams: Mapping[str, Any], *, name: str) -> Callable[.
     function: Callable[..., Any] = candidate
     for batch in call.batches:
         function = _batched(function, batch)
+    if call.moving:
+        function = _with_backward(function, len(call.dynamic_indices), call.moving)
     return _renamed(function, name)
 
 
@@ -47,6 +51,18 @@ def bind(call: Call, arguments: Mapping[str, Any], hyperparams: Mapping[str, Any
         joined[variadic] = {**arguments.get(variadic, {}), **extra}
     ordered = {name: joined[name] for name in signature.parameters if name in joined}
     return inspect.BoundArguments(signature, ordered)
+
+
+def along(function: Callable[..., Any], inputs: Sequence[Any], moving: Sequence[int]) -> Callable[..., Any]:
+    """`function` of its `moving` inputs alone, with the others as they are in `inputs`."""
+
+    def moved(*values: Any) -> Any:
+        joined = list(inputs)
+        for index, value in zip(moving, values, strict=True):
+            joined[index] = value
+        return function(*joined)
+
+    return moved
 
 
 def mapped_outputs(function: Callable[..., Any], batch: Batch, inputs: Sequence[Any]) -> tuple[bool, ...]:
@@ -77,6 +93,21 @@ def _check_leaves(name: str, result: Any) -> None:
                 f"{name} returned a value of type {type(leaf).__name__}{dtype}{where}, expected arrays, numbers, None, "
                 "or pytrees of these"
             ) from None
+
+
+def _with_backward(function: Callable[..., Any], count: int, moving: Sequence[int]) -> Callable[..., Any]:
+    def both(*values: Any) -> Any:
+        inputs, cotangents = values[:count], iter(values[count:])
+        result, back = jax.vjp(along(function, inputs, moving), *(inputs[index] for index in moving))
+        slopes = jax.tree.map(lambda leaf: _cotangent(leaf, cotangents), result)
+        return result, back(slopes)
+
+    return both
+
+
+def _cotangent(leaf: Any, cotangents: Iterator[Any]) -> Any:
+    aval = jax.typeof(leaf)
+    return next(cotangents) if takes_cotangent(aval) else np.zeros(aval.shape, jax.dtypes.float0)
 
 
 def _batched(function: Callable[..., Any], batch: Batch) -> Callable[..., Any]:
