@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import tune_jax
+from tune_jax import _session
 from tune_jax._binding import make_call
 from tune_jax._errors import ExampleError
 from tune_jax._inputs import collect_inputs, make_value
@@ -389,3 +390,74 @@ def test_examples_of_a_batched_call_have_its_batched_shape():
     rows = np.stack([SIZES, SIZES])
     seen, _ = sums_seen(program, grouped, np.stack([X, X]), rows, example_args=(None, rows * 2))
     assert seen == {24, 12}
+
+
+def batched_inputs_of(transform: Callable[[Any], Any], args: Sequence[Any], **options: Any) -> list[Any]:
+    """What `grouped` is timed on where `transform` calls it, as NumPy arrays."""
+    seen: list[Any] = []
+    candidate = tune_jax.tune(grouped, hyperparams={"factor": [1, 2]}, progress=False, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_session, "collect_inputs", lambda *given: seen.append(collect_inputs(*given)) or seen[-1])
+        jax.jit(transform(candidate)).lower(*args)
+    return [np.asarray(value) for value in seen[0]]
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_an_example_of_the_functions_own_shape_is_repeated_where_vmap_maps_it(axis):
+    example = np.array([8, 1, 2, 3], np.int32)
+    sizes = np.stack([SIZES, SIZES, SIZES], axis)
+    x, repeated = batched_inputs_of(lambda f: jax.vmap(f, in_axes=(None, axis)), [X, sizes], example_args=(X, example))
+    np.testing.assert_array_equal(x, X)
+    np.testing.assert_array_equal(repeated, np.stack([example] * 3, axis))
+
+
+def test_an_example_is_repeated_for_each_of_nested_vmaps():
+    example = np.array([8, 1, 2, 3], np.int32)
+    _, repeated = batched_inputs_of(
+        lambda f: jax.vmap(jax.vmap(f, in_axes=(None, 1)), in_axes=(0, 2)),
+        [np.zeros((3, 8), np.float32), np.zeros((4, 2, 3), np.int32)],
+        example_args=(None, example),
+    )
+    np.testing.assert_array_equal(repeated, np.broadcast_to(example[:, None, None], (4, 2, 3)))
+
+
+def test_an_example_that_is_an_array_of_the_device_is_repeated_under_a_transfer_guard():
+    example = jax.device_put(np.array([8, 1, 2, 3], np.int32))
+    sizes = jax.device_put(np.stack([SIZES, SIZES]))
+    with jax.transfer_guard("disallow"):
+        _, repeated = batched_inputs_of(
+            lambda f: jax.vmap(f, in_axes=(None, 0)), [jax.device_put(X), sizes], example_args=(None, example)
+        )
+    np.testing.assert_array_equal(repeated, [[8, 1, 2, 3], [8, 1, 2, 3]])
+
+
+def test_a_key_for_an_example_is_repeated():
+    def draw(key, *, factor):
+        return jax.random.normal(key, (2,)) * factor
+
+    candidate = tune_jax.tune(draw, hyperparams={"factor": [1, 2]}, progress=False, example_args=(jax.random.key(7),))
+    keys = jax.random.split(jax.random.key(0), 3)
+    assert jax.jit(jax.vmap(candidate))(keys).shape == (3, 2)
+    assert candidate.results.failures == ()
+
+
+def test_a_callable_for_examples_gets_the_functions_own_shapes_under_vmap():
+    shapes = []
+
+    def examples(x, sizes):
+        shapes.append((x.shape, sizes.shape))
+        return None, np.full(sizes.shape, 2, np.int32)
+
+    _, sizes = batched_inputs_of(
+        jax.vmap, [np.stack([X, X, X]), np.stack([SIZES, SIZES, SIZES])], example_args=examples
+    )
+    assert set(shapes) == {((8,), (4,))}
+    np.testing.assert_array_equal(sizes, np.full((3, 4), 2))
+
+
+def test_an_example_that_fits_neither_shape_under_vmap_is_an_error_with_all_three():
+    expected = (
+        r"the example for sizes is int32\[2\], but the call passes int32\[4\], int32\[3,4\] with the axes that vmap"
+    )
+    with pytest.raises(ExampleError, match=expected):
+        batched_inputs_of(jax.vmap, [np.stack([X, X, X]), np.stack([SIZES, SIZES, SIZES])], example_args=(X, SIZES[:2]))

@@ -11,7 +11,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from tune_jax._call import Call, bind_arguments
+from tune_jax._call import Batch, Call, bind_arguments
 from tune_jax._errors import ExampleError
 from tune_jax._jax import key_impl_name
 from tune_jax._leaves import describe_aval, is_concrete, is_dynamic
@@ -53,13 +53,17 @@ def make_value(aval: Any, *, seed: int) -> Any:
 def read_examples(call: Call, avals: Sequence[Any]) -> list[Any]:
     """Return the example for each input of `call`, or None where there is none.
 
+    Examples are for the function itself: under `vmap` each is repeated along the axes that are mapped, unless it has
+    them already.
+
     Raises:
       ExampleError: the examples have another structure, shape or dtype than the call.
     """
     asked = call.tunable
     if asked.example_args is None and asked.example_kws is None:
         return [None] * len(avals)
-    abstract = call.arguments([jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals])
+    shapes = [_own_shape(call.batches, index, aval.shape) for index, aval in enumerate(avals)]
+    abstract = call.arguments([jax.ShapeDtypeStruct(s, aval.dtype) for s, aval in zip(shapes, avals, strict=True)])
     args = _resolve(asked.example_args, abstract, ())
     kwargs = _resolve(asked.example_kws, abstract, {})
     examples = _bind_examples(call, args, kwargs)
@@ -109,19 +113,45 @@ def _match_examples(call: Call, avals: Sequence[Any], examples: dict[str, Any]) 
             f"example arguments are given for {', '.join(strange)}, but the call passes {', '.join(call.paths)}; give "
             "examples of the call's structure."
         )
-    for label, aval in zip(call.input_names, avals, strict=True):
+    for index, (label, aval) in enumerate(zip(call.input_names, avals, strict=True)):
         if label in found:
-            _check_example(label, found[label], aval)
+            found[label] = _fit_example(label, found[label], aval, call.batches, index)
     return [found.get(label) for label in call.input_names]
 
 
-def _check_example(label: str, example: Any, aval: Any) -> None:
-    came = jax.typeof(example)
-    if came.shape != aval.shape or came.dtype != aval.dtype:
+def _fit_example(label: str, example: Any, aval: Any, batches: Sequence[Batch], index: int) -> Any:
+    """The example with the axes of the vmaps around the call."""
+    came, own_shape = jax.typeof(example), _own_shape(batches, index, aval.shape)
+    if came.shape not in (own_shape, aval.shape) or came.dtype != aval.dtype:
+        own = jax.ShapeDtypeStruct(own_shape, aval.dtype)
+        under_vmap = "" if own_shape == aval.shape else f", {describe_aval(aval)} with the axes that vmap adds"
         raise ExampleError(
-            f"the example for {label} is {describe_aval(came)}, but the call passes {describe_aval(aval)}; give an "
-            "example of that shape and dtype, or a callable of the abstract arguments that makes one."
+            f"the example for {label} is {describe_aval(came)}, but the call passes {describe_aval(own)}{under_vmap}; "
+            "give an example of that shape and dtype, or a callable of the abstract arguments that makes one."
         )
+    return example if came.shape == aval.shape else _repeat(example, batches, index, aval.dtype)
+
+
+def _own_shape(batches: Sequence[Batch], index: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """An input's shape as the function sees it, without the axes that vmaps have added."""
+    own = list(shape)
+    for batch in reversed(batches):
+        dim = batch.dims[index]
+        if dim is not None:
+            del own[dim]
+    return tuple(own)
+
+
+def _repeat(example: Any, batches: Sequence[Batch], index: int, dtype: Any) -> Any:
+    # In NumPy as far as it is NumPy's: a caller's transfer guard has nothing to object to.
+    numpy: Any = jax.numpy if isinstance(example, jax.Array) else np
+    value = example if isinstance(example, jax.Array) else np.asarray(example, dtype)
+    for batch in batches:
+        dim = batch.dims[index]
+        if dim is not None:
+            shape = (*value.shape[:dim], batch.size, *value.shape[dim:])
+            value = numpy.broadcast_to(numpy.expand_dims(value, dim), shape)
+    return value
 
 
 def _warn_of_integers(call: Call, avals: Sequence[Any], values: Sequence[Any]) -> None:
