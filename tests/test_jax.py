@@ -383,6 +383,13 @@ def test_a_number_among_variadic_arguments_names_nothing():
     assert _jax.jit_statics(jax.jit(lambda *args: args[0], static_argnums=0)) == frozenset()
 
 
+def test_a_program_that_names_its_devices_is_told_from_others():
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(AxisType.Auto,))
+    placed = traced(jax.shard_map(lambda x: x, mesh=mesh, in_specs=P("a"), out_specs=P("a")), X[:2])
+    assert _jax.placed_parts(placed) == (placed.jaxpr,)
+    assert _jax.placed_parts(traced(jax.jit(jnp.sin), X)) == ()
+
+
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_lowered_program_tells_its_devices(index):
     device = jax.devices()[index]

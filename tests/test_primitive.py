@@ -647,6 +647,44 @@ def test_results_on_a_mesh_have_the_sharding_of_the_untuned_ones(kind, transform
     assert came.sharding.is_equivalent_to(expected.sharding, came.ndim)
 
 
+PLACING = {
+    "shard_map": lambda mesh: lambda x, *, factor=1: _over(
+        mesh, lambda x, y: jnp.sin(x) * y * factor / factor
+    )(x, jnp.float32(2)),
+    "constraint": lambda mesh: lambda x, *, factor=1: (
+        lax.with_sharding_constraint(jnp.sin(x), NamedSharding(mesh, P("a"))) * factor / factor
+    ),
+    "jit with shardings": lambda mesh: lambda x, *, factor=1: (
+        jax.jit(jnp.sin, in_shardings=NamedSharding(mesh, P("a")))(x) * factor / factor
+    ),
+    "inside another": lambda mesh: _around(tuned(PLACING["shard_map"](mesh))),
+}
+
+
+def _around(inner):
+    return lambda x, *, factor=1: inner(x) * factor / factor
+
+
+@pytest.mark.parametrize("name", PLACING)
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f: f,
+        jax.jit,
+        lambda f: jax.jit(jax.vmap(f, in_axes=-1)),
+        lambda f: jax.jit(jax.vmap(f, in_axes=None, axis_size=2)),
+        lambda f: jax.grad(lambda x: f(x).sum()),
+        lambda f: lambda x: lax.scan(lambda c, row: (c, f(row)), 0, x[None])[1],
+    ],
+    ids=["eager", "jit", "vmap", "unmapped", "grad", "scan"],
+)
+def test_a_function_that_says_where_it_runs_runs_there(name, transform, mesh):
+    function = PLACING[name](mesh)
+    came, expected = transform(tuned(function))(X), transform(function)(X)
+    same(came, expected)
+    assert came.sharding.device_set == expected.sharding.device_set
+
+
 # Tuned functions inside tuned functions, and closures
 
 

@@ -15,6 +15,7 @@ import jax
 try:
     from jax._src import config as _config
     from jax._src import core as _core
+    from jax._src import dispatch as _dispatch
     from jax._src import profiler as _profiler
     from jax._src import util as _util
     from jax._src.interpreters import batching as _batching
@@ -132,6 +133,15 @@ def dynamic_grid_bounds(closed_jaxpr: Any) -> int:
 def _dynamic_bounds(jaxpr: Any) -> int:
     own = sum(getattr(e.params.get("grid_mapping"), "num_dynamic_grid_bounds", 0) for e in jaxpr.eqns)
     return own + sum(_dynamic_bounds(inner) for inner in subjaxprs(jaxpr))
+
+
+def placed_parts(closed_jaxpr: Any) -> tuple[Any, ...]:
+    """The jaxpr of a traced program that says on which devices it runs, as by a mesh; nothing if it does not.
+
+    JAX looks for this in the parameters of every primitive before it lowers.
+    """
+    found = _dispatch.get_intermediate_shardings(closed_jaxpr.jaxpr)
+    return (closed_jaxpr.jaxpr,) if any(isinstance(one, jax.sharding.Sharding) for one, _ in found) else ()
 
 
 def shaped(aval: Any) -> Any:

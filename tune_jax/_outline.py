@@ -13,7 +13,15 @@ import jax
 from tune_jax._call import Batch, Call, with_batch, without_hints
 from tune_jax._errors import NoCandidateError
 from tune_jax._failure import attempt, summarise
-from tune_jax._jax import dynamic_grid_bounds, shaped, struct_of, takes_cotangent, trace_context, used_inputs
+from tune_jax._jax import (
+    dynamic_grid_bounds,
+    placed_parts,
+    shaped,
+    struct_of,
+    takes_cotangent,
+    trace_context,
+    used_inputs,
+)
 from tune_jax._records import Candidate, Failure
 from tune_jax._space import list_candidates
 from tune_jax._wrap import mapped_outputs, wrap
@@ -35,7 +43,10 @@ _BLAME = re.compile(r"not available in Python because it depends on the values? 
 
 @dataclasses.dataclass(frozen=True)
 class Outline:
-    """The first candidate that traces: its result's structure, shapes and dtypes, and which inputs it reads."""
+    """The first candidate that traces: its result's structure, shapes and dtypes, and which inputs it reads.
+
+    `placed` holds its jaxpr if that says on which devices it runs, for JAX to find.
+    """
 
     first: Candidate
     tree: Any
@@ -43,6 +54,7 @@ class Outline:
     effects: Any
     used: tuple[bool, ...]
     dynamic_bounds: int
+    placed: tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,4 +207,5 @@ def _read_outline(candidate: Candidate, traced: Any) -> Outline:
         traced.jaxpr.effects,
         used_inputs(traced.jaxpr),
         dynamic_grid_bounds(traced.jaxpr),
+        placed_parts(traced.jaxpr),
     )

@@ -27,8 +27,16 @@ tuned_call_p = _jax.make_primitive("tuned_call")
 
 def bind_call(call: Call, inputs: Sequence[Any]) -> Any:
     """Make the tuned call in the ambient trace and return its result."""
-    leaves = tuned_call_p.bind(*inputs, call=call)
-    return jax.tree.unflatten(outline(call, [jax.typeof(value) for value in inputs]).tree, leaves)
+    return jax.tree.unflatten(outline(call, _avals(inputs)).tree, _bind(call, inputs))
+
+
+def _bind(call: Call, inputs: Sequence[Any]) -> Any:
+    placed = outline(call, _avals(inputs)).placed
+    return tuned_call_p.bind(*inputs, call=call, **({"placed": placed} if placed else {}))
+
+
+def _avals(inputs: Sequence[Any]) -> list[Any]:
+    return [jax.typeof(value) for value in inputs]
 
 
 class _Handed(threading.local):
@@ -62,25 +70,27 @@ def _fits(value: Any, aval: Any) -> bool:
     return bool(came.shape == aval.shape and came.dtype == aval.dtype)
 
 
-def _run(*inputs: Any, call: Call) -> Any:
+def _run(*inputs: Any, call: Call, placed: Any = ()) -> Any:
     return _placed_winner(call, inputs)(*inputs)
 
 
-def _abstract(*avals: Any, call: Call) -> tuple[list[Any], Any]:
+def _abstract(*avals: Any, call: Call, placed: Any = ()) -> tuple[list[Any], Any]:
     found = outline(call, avals)
     return list(found.avals), found.effects
 
 
-def _batch(axis: Any, inputs: Sequence[Any], dims: Sequence[int | None], *, call: Call) -> tuple[Any, list[int | None]]:
+def _batch(
+    axis: Any, inputs: Sequence[Any], dims: Sequence[int | None], *, call: Call, placed: Any = ()
+) -> tuple[Any, list[int | None]]:
     if not _jax.is_named(axis) and all(dim is None for dim in dims):
-        leaves = tuned_call_p.bind(*inputs, call=call)
+        leaves = _bind(call, inputs)
         return leaves, [None] * len(leaves)
     batch = Batch(tuple(dims), axis.size, axis.name, axis.spmd_name)
-    batched, mapped = batched_call(call, batch, [jax.typeof(value) for value in inputs])
-    return tuned_call_p.bind(*inputs, call=batched), [0 if moves else None for moves in mapped]
+    batched, mapped = batched_call(call, batch, _avals(inputs))
+    return _bind(batched, inputs), [0 if moves else None for moves in mapped]
 
 
-def _differentiate(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call) -> tuple[Any, Any]:
+def _differentiate(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call, placed: Any = ()) -> tuple[Any, Any]:
     moving = [index for index, tangent in enumerate(tangents) if type(tangent) is not _jax.SymbolicZero]
     winner = _placed_winner(call, primals, moving=moving)
     return _push_forward(
@@ -112,7 +122,7 @@ def _push_forward(
     return list(values), [slope if i in moved else _jax.zero_tangent(value) for i, (value, slope) in pairs]
 
 
-def _transpose(cotangents: Sequence[Any], *inputs: Any, call: Call) -> list[Any]:
+def _transpose(cotangents: Sequence[Any], *inputs: Any, call: Call, placed: Any = ()) -> list[Any]:
     linear = [index for index, value in enumerate(inputs) if _jax.is_linear_input(value)]
     avals = [value.aval if index in linear else jax.typeof(value) for index, value in enumerate(inputs)]
     given = [None if index in linear or not is_concrete(value) else value for index, value in enumerate(inputs)]
@@ -122,7 +132,7 @@ def _transpose(cotangents: Sequence[Any], *inputs: Any, call: Call) -> list[Any]
     return [found.get(index) for index in range(len(inputs))]
 
 
-def _lower(context: Any, *inputs: Any, call: Call) -> Any:
+def _lower(context: Any, *inputs: Any, call: Call, placed: Any = ()) -> Any:
     avals = [_jax.shaped(aval) for aval in context.avals_in]
     given = _keep_fitting(_take_inputs(call), avals)
     winner = find_winner(call, avals, given, platforms=_jax.lowering_platforms(context))
