@@ -162,8 +162,31 @@ def test_a_function_that_calls_itself_for_ever_is_an_error() -> None:
     def again(x: jax.Array, *, b: int) -> jax.Array:
         return again(x) * b
 
-    with pytest.raises((NoCandidateError, RecursionError)):
+    with pytest.raises(NoCandidateError, match="again calls itself with arguments of the same shapes"):
         again(X)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_threads_whose_tunings_need_each_other_in_a_circle_do_not_wait_for_ever(
+    count: int, monkeypatch: pytest.MonkeyPatch, background: concurrent.futures.Executor
+) -> None:
+    functions = [tune(lambda x, *, b, i=i: x * b + i, {"b": [2, 3]}) for i in range(count)]
+    places = {function._tunable: index for index, function in enumerate(functions)}
+    all_begun, tuned, found = threading.Barrier(count, timeout=SOON_S), [], []
+    run_session = lookup.run_session
+
+    def need_the_next(call: Any, avals: Any, given: Any) -> Results:
+        tuned.append(places[call.tunable])
+        all_begun.wait()
+        needed, _ = make_call(functions[(places[call.tunable] + 1) % count]._tunable, (X,), {})
+        found.append(lookup.find_winner(needed, avals, given))
+        return run_session(call, avals, given)
+
+    monkeypatch.setattr(lookup, "run_session", need_the_next)
+    outputs = run_together(background, *[lambda f=f: f.tune(X) for f in functions])
+    assert all(results.timed for results in outputs)
+    assert sorted(tuned) == list(range(count))
+    assert len(found) == count
 
 
 def test_two_tuned_functions_that_call_a_third_at_once(background: concurrent.futures.Executor) -> None:

@@ -80,7 +80,8 @@ def find_winner(
 def tune_once(call: Call, avals: Sequence[Any], given: Sequence[Any]) -> Results | None:
     """Return the results for a call, tuning if nobody has.
 
-    None where this thread is tuning this key already, or where it cannot because a program being timed calls it back.
+    None where this thread is tuning this key already, or cannot wait for it: a program being timed calls it back, or
+    the thread that is tuning it waits, by way of others perhaps, for one that this thread is tuning.
 
     Raises:
       NoCandidateError: every candidate failed; the latest results then show how.
@@ -94,7 +95,8 @@ def tune_once(call: Call, avals: Sequence[Any], given: Sequence[Any]) -> Results
             if key not in memory.running:
                 memory.running[key] = threading.current_thread()
                 break
-            memory.changed.wait()
+            if not _wait_for(memory, key):
+                return None
         else:
             return memory.results[key]
     try:
@@ -108,6 +110,33 @@ def tune_once(call: Call, avals: Sequence[Any], given: Sequence[Any]) -> Results
         with memory.changed:
             del memory.running[key]
             memory.changed.notify_all()
+
+
+# What each thread that waits is waiting for.
+_awaited: dict[threading.Thread, tuple[Memory, Key]] = {}
+_awaited_lock = threading.Lock()
+
+
+def _wait_for(memory: Memory, key: Key) -> bool:
+    """Wait for a change in `memory`, whose lock is held; False, at once, where threads would wait in a circle."""
+    caller = threading.current_thread()
+    with _awaited_lock:
+        if caller in _find_waiting(memory, key):
+            return False
+        _awaited[caller] = (memory, key)
+    try:
+        memory.changed.wait()
+    finally:
+        del _awaited[caller]
+    return True
+
+
+def _find_waiting(memory: Memory, key: Key) -> Iterator[threading.Thread]:
+    """The thread that is tuning a key, the one tuning what that one waits for, and so on."""
+    awaited: tuple[Memory, Key] | None = (memory, key)
+    while awaited is not None and (thread := awaited[0].running.get(awaited[1])) is not None:
+        yield thread
+        awaited = _awaited.get(thread)
 
 
 def key_of(call: Call, avals: Sequence[Any], given: Sequence[Any]) -> Key:

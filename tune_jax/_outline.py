@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -84,9 +86,32 @@ def outline(call: Call, avals: Sequence[Any]) -> Outline:
     known: dict[Any, Outline] = call.tunable.state.setdefault("outlines", {})
     key = (without_hints(call), tuple(avals), trace_context())
     if key not in known:
-        first, traced = _first_that_traces(call, avals, lambda candidate: _trace(call, candidate, avals))
+        with _refusing_recursion(call, key):
+            first, traced = _first_that_traces(call, avals, lambda candidate: _trace(call, candidate, avals))
         known[key] = _read_outline(first, traced)
     return known[key]
+
+
+class _Tracing(threading.local):
+    """The calls that this thread is in the middle of tracing."""
+
+    keys: frozenset[Any] = frozenset()
+
+
+_TRACING = _Tracing()
+
+
+@contextlib.contextmanager
+def _refusing_recursion(call: Call, key: Any) -> Iterator[None]:
+    """Raise RecursionError for a call inside itself: to trace every candidate at every depth would take for ever."""
+    before = _TRACING.keys
+    if key in before:
+        raise RecursionError(f"{call.tunable.name} calls itself with arguments of the same shapes and static values")
+    _TRACING.keys = before | {key}
+    try:
+        yield
+    finally:
+        _TRACING.keys = before
 
 
 def batched_call(call: Call, batch: Batch, avals: Sequence[Any]) -> tuple[Call, tuple[bool, ...]]:
