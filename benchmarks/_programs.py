@@ -464,9 +464,7 @@ def grad(rng: random.Random, spec: Spec) -> Layer | None:
         return None
     by = (0, 1) if spec.y.moves and rng.random() < 0.5 else 0
     how, form = rng.choice([("grad", jax.grad), ("value_and_grad", jax.value_and_grad)])
-    return _plain(
-        f"{how}[{by}]", lambda f: form(lambda x, y: total(f(x, y)), argnums=by), _after_derivative(spec)
-    )
+    return _plain(f"{how}[{by}]", lambda f: form(lambda x, y: total(f(x, y)), argnums=by), _after_derivative(spec))
 
 
 def vjp(rng: random.Random, spec: Spec) -> Layer | None:
@@ -492,7 +490,13 @@ def jvp(rng: random.Random, spec: Spec) -> Layer | None:
 
 def hessian(rng: random.Random, spec: Spec) -> Layer | None:
     real = jnp.issubdtype(jnp.dtype(spec.x.dtype), jnp.floating)
-    if not real or not (spec.forward and spec.reverse) or spec.is_heavy or spec.awaits_axis or np.prod(spec.x.shape) > 12:
+    if (
+        not real
+        or not (spec.forward and spec.reverse)
+        or spec.is_heavy
+        or spec.awaits_axis
+        or np.prod(spec.x.shape) > 12
+    ):
         return None
     after = _after_derivative(_after_derivative(spec))
     return _plain(
@@ -504,7 +508,9 @@ def _after_derivative(spec: Spec) -> Spec:
     after = spec.at_sites(Site.differentiated)
     if after.sites & {dataclasses.replace(site, settled=True) for site in spec.sites if not site.shields}:
         # An outer tuned function that is settled now is tuned on its own, and with it what it calls.
-        after = dataclasses.replace(after, sites=after.sites | {dataclasses.replace(s, settled=True) for s in spec.sites})
+        after = dataclasses.replace(
+            after, sites=after.sites | {dataclasses.replace(s, settled=True) for s in spec.sites}
+        )
     return dataclasses.replace(after, own_vjps=max(0, spec.own_vjps - 1))
 
 
@@ -571,6 +577,11 @@ def draw(seed: int, number: int) -> Program:
     if spec.awaits_axis:
         layers.append(vmap(rng, spec))
         spec = layers[-1].spec
+    return assemble(base, layers, context, spec)
+
+
+def assemble(base: str, layers: Sequence[Layer], context: str, spec: Spec) -> Program:
+    """Put a program together; `spec` is what is known after the last layer."""
     known = BASES[base]
 
     def call(make: Make) -> Function:

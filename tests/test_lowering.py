@@ -281,6 +281,22 @@ def test_exporting_for_several_platforms_is_tuned_on_the_one_that_is_here(count_
     assert count_tunings() == 1
 
 
+def test_a_tuned_function_itself_is_exported_as_a_jitted_one(count_tunings):
+    candidate = tuned(scaled)
+    exported = jax.export.export(candidate)(X)
+    np.testing.assert_array_equal(exported.call(X), X * candidate.optimal_hyperparams["factor"])
+    assert count_tunings() == 1
+
+
+def test_exporting_for_a_platform_that_is_not_here_takes_the_first_candidate_with_a_warning(count_tunings):
+    with pytest.warns(UserWarning, match=FIRST.format("no cuda device is here to tune on")):
+        exported = jax.export.export(jax.jit(tuned(scaled)), platforms=["cuda"])(X)
+    first = jax.export.export(jax.jit(functools.partial(scaled, factor=2)), platforms=["cuda"])(X)
+    assert "dense<2.0" in exported.mlir_module()
+    assert exported.mlir_module().count("multiply") == first.mlir_module().count("multiply")
+    assert count_tunings() == 0
+
+
 def test_exporting_with_open_shapes_takes_the_first_candidate_with_a_warning(count_tunings):
     shape = jax.export.symbolic_shape("rows, 4")
     with pytest.warns(UserWarning, match=FIRST.format("its shapes are left open")):

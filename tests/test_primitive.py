@@ -556,6 +556,43 @@ def test_what_depends_on_the_size_of_an_axis_is_worked_out_for_each_size(around,
     check(program, gather, [X[0]], ["[2, 4] 2@[0]", "[3, 4] 3@[0]"], count_tunings)
 
 
+COUNTING = {
+    "mapped": (lambda f: jax.vmap(f, axis_name="i"), ["[3, 4] 3@[0]"]),
+    "mapped jit": (lambda f: jax.vmap(jax.jit(f), axis_name="i"), ["[3, 4] 3@[0]"]),
+    "jit": (lambda f: jax.jit(jax.vmap(f, axis_name="i")), ["[3, 4] 3@[0]"]),
+    "nothing mapped": (lambda f: jax.vmap(lambda x: x + f(Y), axis_name="i"), ["[4] 3@[None]"]),
+    "nothing mapped, jit": (lambda f: jax.vmap(lambda x: x + jax.jit(lambda: f(Y))(), axis_name="i"), ["[4] 3@[None]"]),
+    "nothing mapped, scan": (
+        lambda f: jax.vmap(lambda x: lax.scan(lambda c, _: (c + f(Y), None), x, None, length=2)[0], axis_name="i"),
+        ["[4] 3@[None]"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COUNTING)
+def test_a_constant_is_summed_over_a_named_axis(name, count_tunings):
+    def count(x, *, factor=1):
+        return x * lax.psum(1, "i") * factor / factor
+
+    transform, keys = COUNTING[name]
+    check(transform, count, [X[0]], keys, count_tunings)
+
+
+def test_a_constant_is_summed_over_a_named_axis_without_any_argument(count_tunings):
+    def count(*, factor=1):
+        return lax.psum(1, "i") * factor / factor
+
+    check(lambda f: jax.vmap(lambda x: x + f(), axis_name="i"), count, [X[0]], ["3@[]"], count_tunings)
+
+
+def test_the_size_of_a_named_axis_may_be_a_static_argument(count_tunings):
+    def pad(x, size, *, factor=1):
+        return jnp.pad(x, (0, size)) * factor / factor
+
+    program = lambda f: jax.vmap(lambda x: f(x, lax.psum(1, "i")), axis_name="i")  # noqa: E731
+    check(program, pad, [X[0]], ["[3, 4] 3@[0]"], count_tunings)
+
+
 @pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_differentiation_that_cannot_see_its_axis_takes_the_first_candidate_with_a_warning(around, count_tunings):
     def program(f):
@@ -648,14 +685,14 @@ def test_results_on_a_mesh_have_the_sharding_of_the_untuned_ones(kind, transform
 
 
 PLACING = {
-    "shard_map": lambda mesh: lambda x, *, factor=1: _over(
-        mesh, lambda x, y: jnp.sin(x) * y * factor / factor
-    )(x, jnp.float32(2)),
-    "constraint": lambda mesh: lambda x, *, factor=1: (
-        lax.with_sharding_constraint(jnp.sin(x), NamedSharding(mesh, P("a"))) * factor / factor
+    "shard_map": lambda mesh: (
+        lambda x, *, factor=1: _over(mesh, lambda x, y: jnp.sin(x) * y * factor / factor)(x, jnp.float32(2))
     ),
-    "jit with shardings": lambda mesh: lambda x, *, factor=1: (
-        jax.jit(jnp.sin, in_shardings=NamedSharding(mesh, P("a")))(x) * factor / factor
+    "constraint": lambda mesh: (
+        lambda x, *, factor=1: lax.with_sharding_constraint(jnp.sin(x), NamedSharding(mesh, P("a"))) * factor / factor
+    ),
+    "jit with shardings": lambda mesh: (
+        lambda x, *, factor=1: jax.jit(jnp.sin, in_shardings=NamedSharding(mesh, P("a")))(x) * factor / factor
     ),
     "inside another": lambda mesh: _around(tuned(PLACING["shard_map"](mesh))),
 }
@@ -722,6 +759,20 @@ def test_a_closure_over_a_traced_value_agrees():
         return tuned(lambda x, *, factor: jnp.sum(x * w) * factor / factor)(Y)
 
     same(jax.jit(program)(2.0), 2 * jnp.sum(Y))
+
+
+# Tracers in pytrees
+
+
+@pytest.mark.parametrize("transform", [jax.jit, jax.grad, jax.vmap, lambda f: jax.jit(jax.grad(f))])
+def test_tracers_nested_in_a_keyword_arguments_pytree_are_inputs(transform, count_tunings):
+    def layer(x, *, params, factor=1):
+        return jnp.sum(x * params["w"][0] + params["b"]["c"]) * factor / factor
+
+    def program(f):
+        return transform(lambda w: f(Y, params={"w": (w, None), "b": {"c": w * 2}}))
+
+    check(program, layer, [Y], ["[4] [4] [4]" + " 4@[None, 0, 0]" * (transform is jax.vmap)], count_tunings)
 
 
 # What is shared between threads, and what is let go
@@ -816,6 +867,45 @@ def test_lower_tunes_once_and_running_tunes_no_more(count_tunings):
     jax.jit(function).lower(X[0], Y)
     function.lower(X[0], Y)
     jax.jit(function)(X[0], Y)
+    assert count_tunings() == 1
+
+
+def _make_method():
+    class Layer:
+        @functools.partial(tune_jax.tune, hyperparams={"factor": [1, 2]}, progress=False)
+        def apply(self, x, y, *, factor=1):
+            return energy(x, y, factor=factor)
+
+    return Layer().apply
+
+
+STAGED = {
+    "tuned": (lambda: tuned(energy), lambda f: f),
+    "jit of tuned": (lambda: tuned(energy), jax.jit),
+    "jit of jit": (lambda: tuned(energy), lambda f: jax.jit(jax.jit(f))),
+    "method": (_make_method, lambda f: f),
+    "jit of method": (_make_method, jax.jit),
+}
+
+
+@pytest.mark.parametrize("name", STAGED)
+def test_a_tuned_function_is_staged_as_a_jitted_one(name, count_tunings):
+    make, around = STAGED[name]
+    staged, plain = around(make()), jax.jit(energy)
+    assert staged.eval_shape(X[0], Y) == plain.eval_shape(X[0], Y)
+    assert staged.trace(X[0], Y).out_info == plain.trace(X[0], Y).out_info
+    assert count_tunings() == 0
+    same(staged.lower(X[0], Y).compile()(X[0], Y), energy(X[0], Y))
+    same(staged.trace(X[0], Y).lower().compile()(X[0], Y), energy(X[0], Y))
+    assert count_tunings() == 1
+
+
+def test_trace_of_a_differentiated_call_tunes_and_lower_tunes_no_more(count_tunings):
+    program = jax.jit(jax.grad(tuned(energy)))
+    traced = program.trace(X[0], Y)
+    assert count_tunings() == 1
+    traced.lower()
+    program.lower(X[0], Y)
     assert count_tunings() == 1
 
 

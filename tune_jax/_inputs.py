@@ -24,8 +24,7 @@ def collect_inputs(call: Call, avals: Sequence[Any], given: Sequence[Any], shard
     """Return one concrete value for each input of `call`.
 
     An example wins over the value given by the call, which wins over made-up data; each is put where its sharding
-    says, if it has one. Data is made with NumPy and put on the device explicitly, so that a caller's transfer guard
-    has nothing to object to.
+    says, if it has one. Data is made with NumPy and put on the device explicitly.
 
     Raises:
       ExampleError: the examples do not fit the call.
@@ -33,11 +32,13 @@ def collect_inputs(call: Call, avals: Sequence[Any], given: Sequence[Any], shard
     examples = read_examples(call, avals)
     values = [value if example is None else example for example, value in zip(examples, given, strict=True)]
     _warn_of_integers(call, avals, values)
-    made = [
-        make_value(aval, seed=index) if value is None else value
-        for index, (aval, value) in enumerate(zip(avals, values, strict=True))
-    ]
-    return [_place(value, sharding) for value, sharding in zip(made, shardings, strict=True)]
+    # A caller's transfer guard is for the caller's own transfers, even one that objects to explicit ones.
+    with jax.transfer_guard("allow"):
+        made = [
+            make_value(aval, seed=index) if value is None else value
+            for index, (aval, value) in enumerate(zip(avals, values, strict=True))
+        ]
+        return [_place(value, sharding) for value, sharding in zip(made, shardings, strict=True)]
 
 
 def make_value(aval: Any, *, seed: int) -> Any:
