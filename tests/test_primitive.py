@@ -761,6 +761,60 @@ def test_a_closure_over_a_traced_value_agrees():
     same(jax.jit(program)(2.0), 2 * jnp.sum(Y))
 
 
+# Kinds of arguments under transformations
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Node:
+    left: Any
+    right: Any = None
+
+
+KINDS = {
+    "complex64": np.arange(6, dtype=np.complex64).reshape(3, 2) * 1j,
+    "float8": np.arange(6).reshape(3, 2).astype(jnp.float8_e4m3fn),
+    "int4": np.arange(6).reshape(3, 2).astype(jnp.int4),
+    "bool": np.array([[True, False], [True, True], [False, False]]),
+    "no elements": np.zeros((3, 0, 2), np.float32),
+    "keys": jax.random.split(jax.random.key(1), 3),
+    "a dataclass with None": Node((np.ones((3, 2), np.float16), None), Node({"b": np.arange(3, dtype=np.uint8)})),
+    "nothing": (None, {}, []),
+}
+KIND_USES = {
+    "jit": (jax.jit, ""),
+    "vmap": (lambda f: lambda x: jax.vmap(f, axis_size=3)(x), "mapped"),
+    "vmap of jit": (lambda f: lambda x: jax.vmap(jax.jit(f), axis_size=3)(x), "mapped"),
+    "scan": (lambda f: lambda x: lax.scan(lambda c, row: (c, f(row)), 0, x, length=3), ""),
+    "cond": (lambda f: jax.jit(lambda x: lax.cond(jnp.ones(()) > 0, f, lambda x: f(x), x)), ""),
+    "checkpoint": (jax.checkpoint, ""),
+    "grad": (lambda f: lambda x: jax.grad(lambda s: (f(x)[1] * s).sum())(1.0), ""),
+    "shard_map": (lambda f: jax.jit(_over_rows(f)), ""),
+}
+
+
+def _over_rows(f):
+    rows = jax.make_mesh((3,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:3])
+    return jax.shard_map(f, mesh=rows, in_specs=P("d"), out_specs=(P("d"), P()), check_vma=False)
+
+
+@pytest.mark.parametrize("use", KIND_USES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.filterwarnings("ignore:.*has no value while tuning, so random integers:UserWarning")
+def test_every_kind_of_argument_is_transformed(kind, use, count_tunings):
+    def passed(x, *, factor=1):
+        return x, jnp.arange(2.0) * factor / factor
+
+    value, (transform, mapped) = KINDS[kind], KIND_USES[use]
+    candidate = tuned(passed)
+    with jax.checking_leaks():
+        came = transform(candidate)(value)
+    same(came, transform(passed)(value))
+    (key,) = memory_of(candidate._tunable).results
+    assert [batch.size for batch in key.call.batches] == ([3] if mapped and jax.tree.leaves(value) else [])
+    assert count_tunings() == 1
+
+
 # Tracers in pytrees
 
 

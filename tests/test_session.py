@@ -26,6 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tune_jax import CONFIG, Results, tabulate, tune
 from tune_jax._build import threads
+from tune_jax._build.gate import Gate
 from tune_jax._build.programs import Program
 from tune_jax._errors import NoCandidateError, ProfileError
 from tune_jax._measure import timers
@@ -462,6 +463,49 @@ def test_two_tunings_at_the_same_time_both_have_the_device_clock(
     for tuning in tunings:
         assert clocks(tuning.result(60)) == {"device"}
         assert tuning.result().failures == ()
+
+
+def _overlaps(spans: list[tuple[str, int, float, float]]) -> list[tuple[str, str]]:
+    """What went on in another thread while something was timed."""
+    timed = [span for span in spans if span[0] == "timed"]
+    return [(a[0], b[0]) for a in timed for b in spans if a[1] != b[1] and a[2] < b[3] and b[2] < a[3]]
+
+
+@pytest.mark.filterwarnings("ignore:.*device time cannot be had")
+@pytest.mark.parametrize("gate", ["kept", "taken away"])
+def test_tunings_in_several_threads_do_not_disturb_each_others_clocks(
+    gate: str, monkeypatch: pytest.MonkeyPatch, background: concurrent.futures.Executor
+) -> None:
+    spans: list[tuple[str, int, float, float]] = []
+
+    def noted(kind: str, action: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            started = time.perf_counter()
+            time.sleep(0.05)
+            result = action(*args)
+            spans.append((kind, threading.get_ident(), started, time.perf_counter()))
+            return result
+
+        return run
+
+    monkeypatch.setattr(timers.DeviceTimer, "time", noted("timed", timers.DeviceTimer.time))
+    monkeypatch.setattr(threads, "compile_program", noted("compiled", threads.compile_program))
+    if gate == "taken away":
+        monkeypatch.setattr(Gate, "measuring", lambda self: contextlib.nullcontext())
+    start = threading.Barrier(4, timeout=30)
+
+    def run(index: int) -> Results:
+        start.wait()
+        return tune(lambda x, *, b: x * b + index, {"b": [1, 3, 9]}, max_workers=1).tune(X)
+
+    results = [tuning.result(60) for tuning in [background.submit(run, index) for index in range(4)]]
+    assert sum(kind == "timed" for kind, *_ in spans) >= 4
+    if gate == "kept":
+        assert _overlaps(spans) == []
+        assert all(clocks(result) == {"device"} for result in results)
+    else:
+        # Without what keeps them apart they do meet, or the test would see nothing.
+        assert _overlaps(spans) != []
 
 
 # Nested tunings
