@@ -81,6 +81,7 @@ class Site:
     def mapped(self, size: int, dims: Sequence[int | None], *, named: bool) -> Site:
         """The call inside a vmap; where a condition on the first argument is mapped, so is all that it decides on."""
         moving = tuple(dim is not None or (self.is_conditional and dims[0] is not None) for dim in dims)
+        moving += (False,) * (len(self.inputs) - len(dims))
         if self.settled or not (any(moving) or named):
             return self
         return dataclasses.replace(self, batches=(*self.batches, (size, moving)))
@@ -259,6 +260,10 @@ def _repeated(x, y, times, *, factor=1):
     return keep(sum((x * y for _ in range(times)), x * y), factor)
 
 
+def _stepped(x, y, step, *, factor=1):
+    return keep(x * y + x * step, factor)
+
+
 def _of_tree(tree, *, factor=1):
     return keep([tree["first"] * tree["rest"][0], None], factor)
 
@@ -277,12 +282,13 @@ _SCALED = _Scaled()
 
 @dataclasses.dataclass(frozen=True)
 class _Base:
-    """A function to tune, how a program calls it, and the first layers that it can bear."""
+    """A function to tune, how a program calls it, with how many Python numbers, and what it asks of the layers."""
 
     function: Callable[..., Any]
     call: Callable[[Callable[..., Any], Any, Any], Any] = lambda function, x, y: function(x, y)
     own_vjps: int = 0
     awaits_axis: bool = False
+    numbers: int = 0
 
 
 BASES = {
@@ -297,6 +303,7 @@ BASES = {
     "collect": _Base(_collect, awaits_axis=True),
     "static_string": _Base(_mode, lambda function, x, y: function(x, y, "cos")),
     "static_number": _Base(_repeated, lambda function, x, y: function(x, y, times=2)),
+    "counter": _Base(_stepped, lambda function, x, y: function(x, y, 7), numbers=1),
     "tree": _Base(_of_tree, lambda function, x, y: function({"first": x, "rest": (y, None, "name")})),
     "method": _Base(_Scaled.method, lambda function, x, y: function(_SCALED, x, y)),
     "by_keyword": _Base(_smooth, lambda function, x, y: function(y=y, x=x)),
@@ -536,6 +543,24 @@ def tuned(rng: random.Random, spec: Spec) -> Layer:
     return Layer("tuned", wrap, dataclasses.replace(spec, sites=spec.sites | {Site(label, spec.inputs())}))
 
 
+def closure(rng: random.Random, spec: Spec) -> Layer:
+    """A function made and tuned where it is called, which closes over the second argument."""
+
+    def wrap(f: Function, make: Make) -> Function:
+        def call(x: Any, y: Any) -> Any:
+            def closed_over(x: Any, *, factor: int = 1) -> Any:
+                return keep(f(x, y), factor)
+
+            return make(MADE_ANEW, closed_over)(x)
+
+        return call
+
+    return Layer("closure", wrap, spec)
+
+
+# The label of tuned functions that are made anew at each call, and so are tuned anew.
+MADE_ANEW = "closed_over"
+
 LAYERS: tuple[Callable[[random.Random, Spec], Layer | None], ...] = (
     jit,
     jit_of_closure,
@@ -565,14 +590,14 @@ DTYPES = ("float32", "float32", "float32", "bfloat16", "float16", "complex64", "
 WIDE_DTYPES = ("float64", "complex128", "int64", "float32")
 
 
-def draw(seed: int, number: int) -> Program:
-    """Draw a program; the same seed and number give the same one."""
+def draw(seed: int, number: int, kinds: Sequence[Callable[..., Layer | None]] = LAYERS) -> Program:
+    """Draw a program of these kinds of layers; the same seed and number give the same one."""
     rng = random.Random(f"{seed} {number}")
     context = rng.choice(CONTEXTS)
     base, spec = _draw_base(rng, context)
     layers: list[Layer] = []
     for _ in range(rng.randint(1, 6)):
-        layers.append(_draw_layer(rng, spec, context))
+        layers.append(_draw_layer(rng, spec, context, kinds))
         spec = layers[-1].spec
     if spec.awaits_axis:
         layers.append(vmap(rng, spec))
@@ -600,12 +625,14 @@ def _draw_base(rng: random.Random, context: str) -> tuple[str, Spec]:
     y = Argument(() if weak or rng.random() < 0.5 else shape[-1:], y_dtype, weak)
     known = BASES[base]
     plain = Spec(x, y, frozenset(), own_vjps=known.own_vjps, awaits_axis=known.awaits_axis)
-    return base, dataclasses.replace(plain, sites=frozenset({Site("base", plain.inputs())}))
+    number = ((), "int64" if context == "x64" else "int32")
+    site = Site("base", (*plain.inputs(), *[number] * known.numbers))
+    return base, dataclasses.replace(plain, sites=frozenset({site}))
 
 
-def _draw_layer(rng: random.Random, spec: Spec, context: str) -> Layer:
+def _draw_layer(rng: random.Random, spec: Spec, context: str, kinds: Sequence[Callable[..., Layer | None]]) -> Layer:
     while True:
-        kind = rng.choice(LAYERS)
+        kind = rng.choice(kinds)
         layer = kind(rng, spec) if not (context == "no_jit" and kind is shard_map) else None
         if layer is not None:
             return layer

@@ -64,8 +64,14 @@ class Watch:
     def make(self, label: str, function: Callable[..., Any]) -> Any:
         """Tune a function over a factor that does not change what it computes."""
         tuned = self.tune(function, hyperparams={"factor": [1, 2]}, progress=False)
-        self.functions[label] = tuned
+        if label != _programs.MADE_ANEW:
+            self.functions[label] = tuned
         return tuned
+
+    def note(self, line: str) -> None:
+        """Note a tuning by the line that it left in the log."""
+        if not line.startswith(f"tuned {_programs.MADE_ANEW}("):
+            self.tunings.append(line)
 
     def keys(self) -> collections.Counter[Any]:
         """What was tuned, as `Program.keys` has it."""
@@ -145,7 +151,7 @@ def _enter(name: str) -> contextlib.AbstractContextManager[Any]:
 @contextlib.contextmanager
 def _counting(watch: Watch) -> Iterator[None]:
     handler = logging.Handler()
-    handler.emit = lambda record: watch.tunings.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: watch.note(record.getMessage())  # type: ignore[method-assign]
     before = tune_jax.logger.level
     tune_jax.logger.addHandler(handler)
     tune_jax.logger.setLevel(logging.INFO)
@@ -204,9 +210,10 @@ def main() -> None:
     options = _read_options()
     _measure_little()
     numbers = [options.only] if options.only is not None else range(options.first, options.first + options.programs)
+    kinds = (*_programs.LAYERS, *[_programs.closure] * 3) if options.closures else _programs.LAYERS
     started, tunings, failures = time.perf_counter(), 0, {}
     for number in numbers:
-        program = _programs.draw(options.seed, number)
+        program = _programs.draw(options.seed, number, kinds)
         if options.verbose:
             print(f"{number}: {program}", flush=True)
         try:
@@ -239,6 +246,7 @@ def _read_options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="number of the first program")
     parser.add_argument("--only", type=int, help="number of the one program to run")
+    parser.add_argument("--closures", action="store_true", help="with functions that close over traced values")
     parser.add_argument("--verbose", action="store_true", help="print each program before it runs")
     parser.add_argument("--out", help="file for the full numbers, as JSON")
     return parser.parse_args()
