@@ -29,6 +29,7 @@ PUBLIC_NAMES = {
     "TuneError",
     "TunedFunction",
     "logger",
+    "record",
     "tabulate",
     "to_df",
     "tune",
@@ -39,7 +40,7 @@ PUBLIC_NAMES = {
 # The longest name that fits a module decides. `jax.profiler` allows that module of jax and no other.
 LEAVES = {"_records", "_errors", "_config", "_failure"}
 ROOMS = {
-    "": "_tune _function _session _results _report",
+    "": "_tune _function _record _session _results _report",
     "_tune": "jax _jax _function _space",
     "_function": "jax _jax _binding _call _entry _leaves _lookup _primitive _results",
     "_entry": "jax _jax _binding _call _leaves _primitive _shardings",
@@ -68,6 +69,8 @@ ROOMS = {
     "_results.table": "tabulate",
     "_report": "_results",
     "_progress": "tqdm",
+    "_record": "jax numpy _jax _function _inputs _leaves _space",
+    "experimental": "_record",
     "_jax": "jax",
 }
 

@@ -3,6 +3,7 @@
 from tune_jax._config import CONFIG
 from tune_jax._errors import TuneError
 from tune_jax._function import TunedFunction
+from tune_jax._record import record
 from tune_jax._records import Failure
 from tune_jax._report import tabulate, to_df
 from tune_jax._results import Results
@@ -18,6 +19,7 @@ __all__ = [
     "TuneError",
     "TunedFunction",
     "logger",
+    "record",
     "tabulate",
     "to_df",
     "tune",

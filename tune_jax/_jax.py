@@ -16,9 +16,11 @@ try:
     from jax._src import config as _config
     from jax._src import core as _core
     from jax._src import dispatch as _dispatch
+    from jax._src import dtypes as _dtypes
     from jax._src import profiler as _profiler
     from jax._src import util as _util
     from jax._src.interpreters import batching as _batching
+    from jax._src.lax import lax as _lax
     from jax.extend.core import Primitive, subjaxprs
     from jax.interpreters import ad, batching, mlir, partial_eval
 except ImportError as error:
@@ -162,6 +164,30 @@ def struct_of(aval: Any) -> jax.ShapeDtypeStruct:
 def key_impl_name(dtype: Any) -> str:
     """The name of the generator behind a PRNG key dtype, as `jax.random.wrap_key_data` takes it."""
     return str(dtype._impl.name)
+
+
+def is_key_dtype(value: Any) -> bool:
+    """Whether `value` is the dtype of PRNG keys."""
+    return isinstance(value, _dtypes.ExtendedDType)
+
+
+def as_weak(value: Any) -> Any:
+    """The same array with a weak type, as one made of a Python number has it."""
+    return _lax._convert_element_type(value, value.dtype, weak_type=True)
+
+
+def batch_size(value: Any) -> int | None:
+    """The size of the axis that `jax.vmap` maps a value over; None where it is not mapped."""
+    if not isinstance(value, _batching.BatchTracer) or not isinstance(value.batch_dim, int):
+        return None
+    return int(value.val.shape[value.batch_dim])
+
+
+def custom_derivative(function: Any) -> tuple[str, tuple[str, ...]] | None:
+    """The name of what gives `function` its own derivative, and of the attributes that hold its rules."""
+    if isinstance(function, jax.custom_vjp):
+        return "custom_vjp", ("fwd", "bwd")
+    return ("custom_jvp", ("jvp",)) if isinstance(function, jax.custom_jvp) else None
 
 
 @contextlib.contextmanager
