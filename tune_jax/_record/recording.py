@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
@@ -17,6 +19,8 @@ from tune_jax._records import Failure
 _MOST_CALLS = 100
 _LONGEST_CALL = 1 << 20
 
+_numbers = itertools.count()
+
 
 class Sink(Protocol):
     """Where a script goes."""
@@ -31,11 +35,15 @@ class Sink(Protocol):
 class Recording:
     """The distinct calls of one function, in the order in which they first came.
 
-    `owner` is the class that the function was defined in and its name there, if it is known.
+    `owner` is the class that the function was defined in and its name there, if it is known; `place` says where it
+    stands in the program, to tell functions of one name apart.
     """
 
     def __init__(self, function: Any, name: str, sink: Sink | None) -> None:
         self.name = name
+        self.number = next(_numbers)
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        self.place = (getattr(function, "__module__", None), getattr(code, "co_firstlineno", None))
         self.calls: list[RecordedCall] = []
         self.owner: tuple[type, str] | None = None
         self._function = function

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 import weakref
+from collections.abc import Hashable
 from typing import Any
 
 from tune_jax._errors import OptionError
@@ -18,8 +19,8 @@ from tune_jax._record.script import FUTURE
 from tune_jax._record.writer import as_name
 
 _lock = threading.RLock()
-_files: weakref.WeakValueDictionary[str, Recording] = weakref.WeakValueDictionary()
-_buffers: weakref.WeakValueDictionary[int, Buffer] = weakref.WeakValueDictionary()
+_files: dict[str, tuple[Hashable, weakref.ref[Recording]]] = {}
+_scripts: weakref.WeakKeyDictionary[Any, dict[int, str]] = weakref.WeakKeyDictionary()
 _written: weakref.WeakSet[Recording] = weakref.WeakSet()
 
 
@@ -34,9 +35,7 @@ def open_sink(target: Any) -> Sink | None:
     if isinstance(target, str | os.PathLike) and isinstance(os.fspath(target), str) and os.fspath(target):
         return Folder(os.path.abspath(os.fspath(target)))
     if callable(getattr(target, "write", None)):
-        with _lock:
-            buffer = _buffers.get(id(target)) or Buffer(target)
-            return _buffers.setdefault(id(target), buffer)
+        return Buffer(target)
     raise OptionError(
         f"dir_or_buffer is {target!r} of type {type(target).__name__}; expected the path of a folder, a text or binary "
         "buffer, or None to keep the recording in memory."
@@ -79,13 +78,14 @@ class Buffer:
 
     def __init__(self, buffer: Any) -> None:
         self._buffer = buffer
-        self._scripts: dict[int, str] = {}
+        with _lock:
+            self._scripts = _scripts.setdefault(buffer, {})
 
     def write(self, owner: Recording, script: str) -> None:
         """Put a script in the place of its function's last one."""
         _flush_at_exit(owner)
         with _lock:
-            self._scripts[id(owner)] = script
+            self._scripts[owner.number] = script
             if _can_be_rewritten(self._buffer):
                 self._buffer.seek(0)
                 self._buffer.truncate()
@@ -119,7 +119,9 @@ def _reserve(folder: str, owner: Recording) -> str:
     with _lock:
         while True:
             path = os.path.join(folder, f"{name}.py" if number == 1 else f"{name}_{number}.py")
-            if _files.setdefault(path, owner) is owner:
+            place, holder = _files.setdefault(path, (owner.place, weakref.ref(owner)))
+            if place == owner.place and holder() in (None, owner):
+                _files[path] = (place, weakref.ref(owner))
                 return path
             number += 1
 

@@ -18,7 +18,6 @@ from tune_jax._jax import is_key_dtype, key_impl_name
 from tune_jax._record.imports import find_wrapped_path, import_folder
 from tune_jax._record.replay import Todo
 from tune_jax._record.writer import Kind, Writer, is_name
-from tune_jax._records import Failure
 
 _PLACES = (jax.Device, jax.sharding.Sharding, jax.sharding.Mesh)
 _NO_PYTREES = ("builtins", "collections")
@@ -156,7 +155,7 @@ def _write_object(writer: Writer, value: Any) -> str:
     """By what pickling would store of it: a callable, its arguments, attributes and items."""
     if isinstance(value, Todo):
         return writer.todo(value._what)
-    reduced = None if isinstance(value, _PLACES) else attempt("run", lambda: value.__reduce_ex__(2))
+    reduced = None if isinstance(value, _PLACES) else attempt("run", lambda: _reduce(value))
     attributes = _attributes((*reduced, None)[2]) if isinstance(reduced, tuple) else None
     if not isinstance(reduced, tuple) or attributes is None:
         return writer.todo(f"a {type(value).__module__}.{type(value).__qualname__}")
@@ -166,6 +165,11 @@ def _write_object(writer: Writer, value: Any) -> str:
     parts = {"attributes": attributes, "items": list(items or ()), "entries": dict(entries or ())}
     parts = {name: part for name, part in parts.items() if part}
     return f"{writer.shelf.use('rebuild')}({made}, {writer.keywords(parts)})" if parts else made
+
+
+def _reduce(value: Any) -> Any:
+    registered = copyreg.dispatch_table.get(type(value))
+    return registered(value) if registered else value.__reduce_ex__(2)
 
 
 def _write_registered(writer: Writer, value: Any) -> str:
