@@ -16,7 +16,7 @@ from tune_jax._errors import OptionError
 
 ROUNDS = ["profiling_samples", "max_rounds"]
 AMOUNTS = ["max_measure_s", "separation", "tie_tolerance"]
-FLAGS = ["allow_fallback_timing"]
+FLAGS = ["allow_fallback_timing", "find_optimal_layouts_automatically"]
 
 
 def test_every_setting_is_checked_here() -> None:

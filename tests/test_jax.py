@@ -436,3 +436,38 @@ def test_every_name_of_the_door_is_exercised_here():
     own = {name for name in door if not name.startswith("_")}
     text = pathlib.Path(__file__).read_text()
     assert {name for name in own if f"_jax.{name}" not in text} == set()
+
+
+# For recording
+
+
+def test_the_dtype_of_keys_is_told_from_others():
+    assert _jax.is_key_dtype(jax.random.key(0).dtype)
+    assert not _jax.is_key_dtype(np.dtype("uint32"))
+    assert not _jax.is_key_dtype(3)
+
+
+def test_an_array_is_made_weak_and_keeps_its_dtype():
+    weak = _jax.as_weak(jnp.ones(3, jnp.float16))
+    assert (weak.weak_type, weak.dtype) == (True, jnp.float16)
+
+
+def test_the_size_of_a_mapped_axis_is_seen():
+    assert inside(_jax.batch_size)(jax.vmap, jnp.ones((5, 3))) == 5
+
+
+def test_what_is_not_mapped_has_no_mapped_axis():
+    assert inside(_jax.batch_size)(jax.jit, X) is None
+    assert _jax.batch_size(X) is None
+
+
+def test_the_rules_of_a_custom_derivative_are_found_under_their_names():
+    with_vjp = jax.custom_vjp(lambda x: x)
+    with_vjp.defvjp(lambda x: (x, None), lambda _, g: (g,))
+    with_jvp = jax.custom_jvp(lambda x: x)
+    with_jvp.defjvp(lambda primals, tangents: (primals[0], tangents[0]))
+    for function in (with_vjp, with_jvp):
+        kind, rules = _jax.custom_derivative(function)
+        assert getattr(jax, kind) is type(function)
+        assert all(callable(getattr(function, rule)) for rule in rules)
+    assert _jax.custom_derivative(jnp.sin) is None

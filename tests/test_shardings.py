@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.layout import Format, Layout
 
-from tune_jax import tune
+from tune_jax import CONFIG, tune
 from tune_jax._binding import make_call
+from tune_jax._build import programs, threads
 from tune_jax._call import Batch, with_batch
 from tune_jax._errors import OptionError
-from tune_jax._shardings import input_shardings, output_shardings, placed_inputs
+from tune_jax._shardings import input_shardings, layout_options, output_shardings, placed_inputs
 
 X = np.arange(8, dtype=np.float32)
 
@@ -160,3 +164,73 @@ def test_an_argument_on_the_second_device_stays_there(count_tunings):
     out = tune(lambda x, b: x * 2 + 0 * b, {"b": [1, 2]})(jax.device_put(X, second))
     assert out.devices() == {second}
     np.testing.assert_array_equal(out, 2 * X)
+
+
+# Layouts
+
+
+@pytest.fixture
+def free_layouts(monkeypatch):
+    monkeypatch.setattr(CONFIG, "find_optimal_layouts_automatically", True)
+
+
+def test_layouts_are_left_alone_unless_asked_for():
+    assert layout_options([jax.typeof(jnp.ones(3))], [False]) == {}
+
+
+def test_layouts_of_plain_inputs_are_left_to_xla(free_layouts):
+    plain, key, packed = jnp.ones((2, 3)), jax.random.key(0), jnp.ones(4, jnp.int4)
+    options = layout_options([jax.typeof(value) for value in (plain, key, packed, plain)], [False, False, False, True])
+    formats = options["in_shardings"]
+    assert formats[0].layout is Layout.AUTO
+    assert formats[1:] == (None, None, None)
+
+
+def test_a_program_asks_xla_for_layouts_and_computes_the_same(free_layouts, quick_tuning, compiled_texts):
+    tuned = tune(lambda x, key, *, c: x.T @ x * c + jax.random.normal(key, ()), hyperparams={"c": [2, 3]})
+    x, key = jnp.ones((4, 8)), jax.random.key(0)
+    result = tuned(x, key)
+    assert len(tuned.results.timed) == 2
+    assert len(compiled_texts) == 2
+    assert all('layout_mode = "auto"' in text for text in compiled_texts)
+    c = tuned.optimal_hyperparams["c"]
+    np.testing.assert_allclose(result, np.full((8, 8), 4.0 * c) + float(jax.random.normal(key, ())), rtol=1e-6)
+
+
+def test_sharded_and_donated_inputs_go_with_free_layouts(free_layouts, quick_tuning, split):
+    def scale(x, y, *, c):
+        return x * c + y
+
+    tuned = tune(jax.jit(scale, donate_argnames="y"), hyperparams={"c": [2]})
+    x, y = (jax.device_put(jnp.ones((8, 2)), split) for _ in range(2))
+    assert tuned(x, y).sharding.is_equivalent_to(split, 2)
+    assert tuned.results.failures == ()
+
+
+@pytest.fixture
+def compiled_texts(monkeypatch):
+    """The lowered texts of the programs that are compiled for timing."""
+    texts = []
+
+    def noted(lowering, donated):
+        texts.append(lowering.lowered.as_text())
+        return programs.compile_program(lowering, donated)
+
+    monkeypatch.setattr(threads, "compile_program", noted)
+    return texts
+
+
+def test_an_input_is_moved_into_the_layout_that_a_program_wants():
+    value = jnp.ones((4, 8))
+    wanted = Format(Layout(major_to_minor=(1, 0)), value.sharding)
+    program = programs.Program(0, "m", types.SimpleNamespace(input_formats=((wanted, wanted), {})), 0.0, (False, False))
+    moved, key = program.laid_out([value, jax.random.key(0)])
+    assert moved.format.layout.major_to_minor == (1, 0)
+    assert np.array_equal(moved, value)
+    assert jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key)
+
+
+def test_an_input_that_lies_as_wanted_is_the_same_array():
+    value = jnp.ones((4, 8))
+    compiled = types.SimpleNamespace(input_formats=((value.format,), {}))
+    assert programs.Program(0, "m", compiled, 0.0, (False,)).laid_out([value])[0] is value

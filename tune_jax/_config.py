@@ -21,6 +21,9 @@ class Config:
       separation: how many standard errors apart two medians must lie to count as different.
       tie_tolerance: relative difference under which the search for a single winner stops.
       allow_fallback_timing: use the host clock where device time cannot be had; if False, that is an error.
+      find_optimal_layouts_automatically: while tuning, let XLA choose the memory layout of each candidate's inputs, so
+        that no candidate is timed with copies that another layout would save. The winner takes its inputs in
+        whatever layout the program around it gives them.
     """
 
     profiling_samples: int = 3
@@ -29,6 +32,7 @@ class Config:
     separation: float = 3.0
     tie_tolerance: float = 0.005
     allow_fallback_timing: bool = True
+    find_optimal_layouts_automatically: bool = False
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in _TAKES:
@@ -46,13 +50,15 @@ class Config:
 # What each setting takes: the type, the least value, and the words for both.
 _ROUNDS = (numbers.Integral, 1, "a whole number of rounds, at least 1")
 _AMOUNT = (numbers.Real, 0, "a number, at least 0")
+_FLAG = (bool, 0, "True or False")
 _TAKES: dict[str, tuple[Any, int, str]] = {
     "profiling_samples": _ROUNDS,
     "max_rounds": _ROUNDS,
     "max_measure_s": _AMOUNT,
     "separation": _AMOUNT,
     "tie_tolerance": _AMOUNT,
-    "allow_fallback_timing": (bool, 0, "True or False"),
+    "allow_fallback_timing": _FLAG,
+    "find_optimal_layouts_automatically": _FLAG,
 }
 
 CONFIG = Config()

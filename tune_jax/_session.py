@@ -30,7 +30,7 @@ from tune_jax._progress import progress_bar
 from tune_jax._rank import is_usable
 from tune_jax._records import Candidate, Failure, Samples
 from tune_jax._results import Results, make_results
-from tune_jax._shardings import input_shardings, output_shardings, placed_inputs
+from tune_jax._shardings import input_shardings, layout_options, output_shardings, placed_inputs
 
 logger = logging.getLogger("tune_jax")
 
@@ -87,15 +87,16 @@ def _build_all(call: Call, avals: Sequence[Any], candidates: Sequence[Candidate]
     asked = call.tunable
     expected = outline(call, avals)
     donated = donated_inputs(call) + (False,) * (len(inputs) - len(avals))
-    options = jit_options(call, donated)
-    abstract = placed_inputs(program_avals(call, avals), inputs)
+    taken = program_avals(call, avals)
+    options = jit_options(call, donated) | layout_options(taken, donated)
+    abstract = placed_inputs(taken, inputs)
     prefix = f"tune{next(_session_numbers)}_{re.sub(r'[^A-Za-z0-9_]', '_', asked.name)}"
 
     def lower(candidate: Candidate) -> Any:
         return lower_candidate(call, candidate, expected, abstract, options, f"{prefix}_{candidate.id}")
 
     def first_run(program: Program) -> Failure | None:
-        return attempt("run", lambda: program.launch(inputs))
+        return attempt("run", lambda: program.launch(_lay_out(program, inputs)))
 
     with progress_bar(f"compiling {asked.name}", len(candidates), wanted=asked.progress) as advance:
         built = build(
@@ -153,15 +154,22 @@ def _run_rounds(
 
 
 def _launchable(built: Built, program: Program, inputs: Sequence[Any], failures: dict[int, Failure]) -> Launchable:
+    # Before the clock runs: what the copies take is not the program's.
+    placed = _lay_out(program, inputs)
+
     def launch() -> None:
         if program.id in failures:
             return
-        outcome = attempt("run", lambda: program.launch(inputs))
+        outcome = attempt("run", lambda: program.launch(placed))
         if isinstance(outcome, Failure):
             failures[program.id] = outcome
 
     has_failed = functools.partial(operator.contains, failures, program.id)
     return Launchable(program.id, program.module, launch, has_failed, built.first_run_ns[program.id])
+
+
+def _lay_out(program: Program, inputs: Sequence[Any]) -> Sequence[Any]:
+    return program.laid_out(inputs) if CONFIG.find_optimal_layouts_automatically else inputs
 
 
 def _check_seen(call: Call, samples: Mapping[int, Samples], failures: Mapping[int, Failure]) -> None:

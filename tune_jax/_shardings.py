@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.experimental.layout import Format, Layout
 
 from tune_jax._call import Call
+from tune_jax._config import CONFIG
 from tune_jax._errors import OptionError
 
 
@@ -38,6 +40,22 @@ def placed_inputs(avals: Sequence[Any], inputs: Sequence[Any]) -> list[jax.Shape
         jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type, sharding=_committed_sharding(value))
         for a, value in zip(avals, inputs, strict=True)
     ]
+
+
+def layout_options(avals: Sequence[Any], donated: Sequence[bool]) -> dict[str, Any]:
+    """The options of `jax.jit` that leave inputs' layouts to XLA, if the user asks for that.
+
+    PRNG keys, packed numbers, and donated inputs, whose memory results reuse, stay as they are.
+    """
+    if not CONFIG.find_optimal_layouts_automatically:
+        return {}
+    return {"in_shardings": tuple(_free_format(a, gives) for a, gives in zip(avals, donated, strict=True))}
+
+
+def _free_format(aval: Any, donated: bool) -> Any:
+    is_key = jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key)
+    stays = donated or is_key or jax.dtypes.itemsize_bits(aval.dtype) < 8
+    return None if stays else Format(Layout.AUTO)
 
 
 def _committed_sharding(value: Any) -> Any:

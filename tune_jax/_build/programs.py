@@ -44,6 +44,11 @@ class Program:
     compile_s: float
     donated: tuple[bool, ...]
 
+    def laid_out(self, inputs: Sequence[Any]) -> list[Any]:
+        """The inputs in the layouts that XLA chose, where that was left to it; the others as they are."""
+        formats, _ = self.compiled.input_formats
+        return [_lay_out(value, wanted) for value, wanted in zip(inputs, formats, strict=True)]
+
     def launch(self, inputs: Sequence[Any]) -> None:
         """Run once and wait for every output, which is then let go; donated inputs are copied first."""
         fresh = [
@@ -51,6 +56,14 @@ class Program:
             for value, donated in zip(inputs, self.donated, strict=True)
         ]
         jax.block_until_ready(self.compiled(*fresh))
+
+
+def _lay_out(value: Any, wanted: Any) -> Any:
+    """Move a value only if it must: PRNG keys have no layout of their own, and unused inputs are asked for none."""
+    is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+    if is_key or wanted.layout is None or wanted.layout.major_to_minor == value.format.layout.major_to_minor:
+        return value
+    return jax.device_put(value, wanted)
 
 
 def lower_candidate(
