@@ -7,6 +7,7 @@ import collections
 import dataclasses
 import enum
 import functools
+import linecache
 import operator
 import pathlib
 import re
@@ -418,6 +419,31 @@ def _script_of(value: Any) -> str:
     recorded = record(lambda x, y: x)
     recorded(X, value)
     return recorded.script()
+
+
+def test_what_a_notebook_defines_is_written_with_its_source():
+    cell = """
+        from tune_jax import record
+
+        class Scale:
+            def __init__(self, by):
+                self.by = by
+
+            def apply(self, x):
+                return x * self.by
+
+        @record
+        def scaled(x, scale):
+            return scale.apply(x)
+    """
+    lines = textwrap.dedent(cell).splitlines(keepends=True)
+    linecache.cache["<cell>"] = (sum(map(len, lines)), None, lines, "<cell>")
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile("".join(lines), "<cell>", "exec"), names)
+    names["scaled"](X, names["Scale"](3))
+    again = names_of(names["scaled"].script())
+    _, kwargs = again["CALLS"][0]()
+    assert again["FUNCTION"](X, kwargs["scale"]).tolist() == [3, 3, 3]
 
 
 # Sources and imports

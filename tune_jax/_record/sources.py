@@ -31,17 +31,31 @@ def read_function(function: types.FunctionType) -> str | None:
 
 def read_class(kind: type, is_dropped: Callable[[str], bool]) -> str | None:
     """The text of a class; decorators of it or its methods for whose text `is_dropped` is true are left out."""
-    try:
-        node = _parse([textwrap.dedent(inspect.getsource(kind))]).body[0]
-    except (OSError, TypeError, IndexError, SyntaxError):
-        return None
-    if not isinstance(node, ast.ClassDef):
+    node = _find_class(kind)
+    if node is None:
         return None
     for part in ast.walk(node):
         if isinstance(part, (*_FUNCTIONS, ast.ClassDef)):
-            kept = [one for one in part.decorator_list if not is_dropped(_callee(one))]
-            part.decorator_list = kept
+            part.decorator_list = [one for one in part.decorator_list if not is_dropped(_callee(one))]
     return ast.unparse(node)
+
+
+def _find_class(kind: type) -> ast.ClassDef | None:
+    """The definition of a class, found by a method of it: `inspect` cannot find one that a notebook defines."""
+    methods = (inspect.unwrap(part) for part in vars(kind).values() if callable(part))
+    for method in filter(inspect.isfunction, methods):
+        for node in ast.walk(_parse(_read_lines(method))):
+            if isinstance(node, ast.ClassDef) and node.name == kind.__name__ and _is_around(node, method.__code__):
+                return node
+    try:
+        found = _parse([textwrap.dedent(inspect.getsource(kind))]).body
+    except (OSError, TypeError, IndexError):
+        return None
+    return found[0] if found and isinstance(found[0], ast.ClassDef) else None
+
+
+def _is_around(node: ast.ClassDef, code: types.CodeType) -> bool:
+    return any(_is_node_of(code, part) for part in node.body)
 
 
 def names_read(text: str) -> list[str]:
