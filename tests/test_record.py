@@ -28,6 +28,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import tune_jax
 from tune_jax import CONFIG, record, tune
 from tune_jax._errors import OptionError
+from tune_jax._record import recording
 from tune_jax.experimental import record as experimental
 
 
@@ -240,6 +241,22 @@ def test_how_an_argument_is_passed_makes_no_difference():
     recorded(X, 3)
     recorded(y=3, x=X)
     assert len(recorded.calls) == 1
+
+
+@pytest.mark.parametrize(("first", "second"), [(-1, -2), (1, True), ("a", "b"), ({"a": 1}, {"b": 1}), ([1], (1,))])
+def test_values_that_hash_alike_or_look_alike_are_told_apart(first, second):
+    recorded = record(plain)
+    for value in (first, second, first):
+        recorded(X, value)
+    assert [call.count for call in recorded.calls] == [2, 1]
+
+
+def test_a_call_that_is_known_is_not_written_again(monkeypatch):
+    recorded = record(plain)
+    recorded(X)
+    monkeypatch.setattr(recording, "capture_call", None)
+    recorded(X)
+    assert recorded.calls[0].count == 2
 
 
 def test_values_of_integer_arrays_are_those_of_the_first_call():

@@ -7,6 +7,7 @@ import collections
 import dataclasses
 import enum
 import functools
+import inspect
 import linecache
 import operator
 import pathlib
@@ -297,9 +298,29 @@ def jitted(x, *, n):
 two, of_two = (lambda x: x + 1), (lambda x: x + 2)
 
 
+def adding_one(function):
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        return function(*args, **kwargs) + 1
+
+    return wrapper
+
+
+def total(x):
+    return (x * x).sum()
+
+
+@adding_one
+def wrapped(x, n=2):
+    return x * n
+
+
 @pytest.mark.parametrize(
     ("function", "kwargs"),
     [
+        (wrapped, {"n": 3}), (jax.grad(total), {}), (jax.vmap(jnp.sin, in_axes=0), {}),
+        (jax.vmap(lambda x: x + SIZE), {}), (jax.checkpoint(total), {}),
+        (jax.jit(jax.value_and_grad(total)), {}), (eqx.filter_jit(total), {}),
         (with_helper, {}), (local_function(), {}), (recursive(), {"n": 2}), (counting(), {}), (with_vjp, {}),
         (with_jvp, {"n": 2}), (jitted, {"n": 2}), (two, {}), (of_two, {}), (lambda x, *, s="q": x * SIZE, {"s": "z"}),
         (functools.partial(lambda a, x, k: x * a, 2.0, k={"w": 3}), {}), (jnp.sin, {}), (jax.nn.relu, {}),
@@ -311,7 +332,68 @@ def test_a_function_is_written_so_that_it_does_the_same(function, kwargs):
     recorded = record(function)
     recorded(X, **kwargs)
     names = names_of(recorded.script())
-    np.testing.assert_allclose(names["FUNCTION"](X, **kwargs), function(X, **kwargs), rtol=1e-6)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-6),
+        names["FUNCTION"](X, **kwargs),
+        function(X, **kwargs),
+    )
+
+
+def test_a_cache_around_a_function_is_left_out_with_a_word():
+    recorded = record(functools.lru_cache(lambda n: n + 1))
+    recorded(3)
+    assert "# The _lru_cache_wrapper around it is left out." in recorded.script()
+    assert names_of(recorded.script())["FUNCTION"](3) == 4
+
+
+def test_a_signature_that_a_decorator_hides_is_kept():
+    recorded = record(wrapped)
+    recorded(X, 3)
+    assert list(inspect.signature(names_of(recorded.script())["FUNCTION"]).parameters) == ["x", "n"]
+
+
+@pytest.mark.parametrize("order", ["outside", "inside"])
+def test_a_jitted_method_is_written_with_its_class(order):
+    jit = functools.partial(jax.jit, static_argnums=0)
+
+    class Local:
+        def outside(self, x):
+            return x * 2
+
+        def inside(self, x):
+            return x * 2
+
+    recorded = record(jit(getattr(Local, order))) if order == "outside" else record(getattr(Local, order))
+    setattr(Local, order, recorded if order == "outside" else jit(recorded))
+    assert getattr(Local(), order)(X).tolist() == [2, 2, 2]
+    names = names_of(recorded.script())
+    _, kwargs = names["CALLS"][0]()
+    assert names["FUNCTION"](**kwargs).shape == (3,)
+
+
+def test_super_works_in_a_recorded_method():
+    class Base:
+        def go(self, x):
+            return x + 1
+
+    class Sub(Base):
+        @record
+        def go(self, x):
+            return super().go(x) * 2
+
+    Sub().go(X)
+    names = names_of(Sub.go.script())
+    _, kwargs = names["CALLS"][0]()
+    assert names["FUNCTION"](**{**kwargs, "x": X}).tolist() == [4, 4, 4]
+
+
+def test_globals_of_a_module_that_can_be_imported_are_imported_from_it(tmp_path, monkeypatch):
+    (tmp_path / "settings_here.py").write_text("TABLE = object()\ndef make():\n    return lambda x: (TABLE, x)[1]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    recorded = record(__import__("settings_here").make())
+    recorded(X)
+    assert "from settings_here import TABLE" in recorded.script()
+    assert f"sys.path.append({str(tmp_path)!r})" in recorded.script()
 
 
 def test_a_custom_derivative_comes_along():

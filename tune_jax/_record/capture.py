@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
+
+import jax
+import numpy as np
 
 from tune_jax._failure import attempt
 from tune_jax._function import TunedFunction, TunedMethod
 from tune_jax._jax import settings
+from tune_jax._leaves import is_concrete
 from tune_jax._record import arrays, functions, values
 from tune_jax._record.arrays import describe_integers, write_integers
 from tune_jax._record.writer import Shelf, Writer
@@ -71,6 +75,29 @@ def capture_call(shelf: Shelf, function: Any, args: Sequence[Any], kwargs: Mappi
     notes = tuple(dict.fromkeys(writer.notes))
     key = (written, tuple(keywords.items()), notes, describe_integers(pending), settings())
     return Capture(written, keywords, notes, settings(), tuple(pending), key)
+
+
+def quick_key(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable:
+    """A key by which a call is known again without writing it; None where its arguments are not so simple.
+
+    Equal ones are the same call, and one call can have several. Holds none of the arguments.
+    """
+    flat = attempt("run", lambda: jax.tree.flatten((args, kwargs)))
+    leaves, tree = ((None,), None) if isinstance(flat, Failure) else flat
+    parts = [_describe_leaf(leaf) for leaf in leaves]
+    if any(part is None for part in parts):
+        return None
+    # What a tree's nodes hold besides their leaves may be objects of any kind, so that only its text is kept.
+    return (str(tree), hash(tree), tuple(parts), settings())
+
+
+def _describe_leaf(leaf: Any) -> Hashable:
+    if type(leaf) in (bool, int, str):
+        return (type(leaf), leaf)
+    if isinstance(leaf, jax.Array) and is_concrete(leaf):
+        return (leaf.shape, leaf.dtype, leaf.weak_type, leaf.sharding)
+    is_plain = type(leaf) is np.ndarray and leaf.dtype.kind in "biufc"
+    return (np.ndarray, leaf.shape, leaf.dtype) if is_plain else None
 
 
 def read_integers(captured: Capture) -> tuple[str, ...]:

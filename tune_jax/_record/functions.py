@@ -19,6 +19,8 @@ from tune_jax._record.sources import make_factory, names_read, read_class, read_
 from tune_jax._record.writer import Kind, Writer, as_name
 from tune_jax._space import Space
 
+_MISSING = object()
+
 
 def is_recorder(value: Any) -> bool:
     """Whether a value is `record`, or a partial of it."""
@@ -153,7 +155,22 @@ def _write_function(writer: Writer, value: types.FunctionType) -> str:
     cells = _read_cells(value)
     parameters = inspect.signature(value, follow_wrapped=False).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
-    return _place(writer, value, name, text, cells, {**defaults, **value.__globals__, **cells})
+    placed = _place(writer, value, name, text, cells, {**defaults, **value.__globals__, **cells})
+    if not hasattr(value, "__wrapped__"):
+        return placed
+    # Without the signature of what it wraps, it would be called otherwise.
+    return f"{writer.shelf.use('functools')}.wraps({writer.write(value.__wrapped__)})({placed})"
+
+
+def _is_wrapper(value: Any) -> bool:
+    return callable(value) and not isinstance(value, type) and hasattr(value, "__wrapped__")
+
+
+def _write_wrapped(writer: Writer, value: Any) -> str:
+    """What an unknown object wraps: a cache or another library's jit, which a tuned function needs none of."""
+    inner = writer.write(value.__wrapped__)
+    comment = f"# The {type(value).__name__} around it is left out."
+    return writer.shelf.define(f"inside_{as_name(inner)}", lambda own: f"{comment}\n{own} = {inner}")
 
 
 def _is_class(value: Any) -> bool:
@@ -203,7 +220,9 @@ def _place(writer: Writer, value: Any, name: str, text: str, cells: Mapping[str,
     with writer.named(value, as_name(name)):
         read = names_read(make_factory(name, text, cells, "make") if cells else text)
         needed = [key for key in dict.fromkeys([*cells, *read]) if count_hops(scope.get(key), value) is None]
-        written = {key: _write_needed(writer, key, scope) for key in needed}
+        # `functools.wraps` gives a function the module of another.
+        module = getattr(value, "__globals__", {}).get("__name__") or value.__module__
+        written = {key: _write_needed(writer, key, scope, "" if key in cells else module) for key in needed}
     inside = {
         key: expression
         for key, expression in written.items()
@@ -212,11 +231,17 @@ def _place(writer: Writer, value: Any, name: str, text: str, cells: Mapping[str,
     return writer.shelf.define(as_name(name), lambda own: _definition(own, name, text, inside))
 
 
-def _write_needed(writer: Writer, key: str, scope: Mapping[str, Any]) -> str:
-    if key in scope:
-        return writer.write_as(key, scope[key])
-    # Nothing keeps the local variables that the body of a local class has read.
-    return key if hasattr(builtins, key) else writer.todo(f"the name {key}")
+def _write_needed(writer: Writer, key: str, scope: Mapping[str, Any], module: str) -> str:
+    """What a name stands for; from the module of what reads it, where that can be imported and no better place is."""
+    if key not in scope:
+        # Nothing keeps the local variables that the body of a local class has read.
+        return key if hasattr(builtins, key) else writer.todo(f"the name {key}")
+    value, folder = scope[key], import_folder(module)
+    is_better_known = isinstance(value, types.ModuleType) or _is_recorded(value) or _can_be_imported(value)
+    is_there = folder is not None and vars(sys.modules[module]).get(key, _MISSING) is value
+    if is_better_known or not is_there:
+        return writer.write_as(key, value)
+    return writer.shelf.add_import(key, f"from {module} import {key} as {{}}", folder or "")
 
 
 def _definition(own: str, name: str, text: str, inside: Mapping[str, str]) -> str:
@@ -248,5 +273,6 @@ KINDS: list[Kind] = [
     (_has_rules, _write_custom),
     (_is_function, _write_function),
     (_is_class, _write_class),
+    (_is_wrapper, _write_wrapped),
     (_is_builtin, _write_missing),
 ]

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from tune_jax._failure import attempt
-from tune_jax._record.capture import Capture, Target, capture_call, capture_target, read_integers
+from tune_jax._record.capture import Capture, Target, capture_call, capture_target, quick_key, read_integers
 from tune_jax._record.script import FUTURE, RecordedCall, changed_settings, write_script
 from tune_jax._record.writer import Shelf
 from tune_jax._records import Failure
@@ -50,7 +50,8 @@ class Recording:
         self._sink = sink
         self._shelf = Shelf()
         self._target: Target | None = None
-        self._known: dict[Any, RecordedCall | None] = {}
+        self._known: dict[Any, RecordedCall] = {}
+        self._quickly_known: dict[Any, RecordedCall] = {}
         self._lock = threading.RLock()
         self._is_stale = False
         self._has_warned = False
@@ -72,17 +73,26 @@ class Recording:
             self._sink.finish(self, self._write())
 
     def _note(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        quick = quick_key(args, kwargs)
         with self._lock:
+            self._is_stale = True
+            known = self._quickly_known.get(quick) if quick is not None else None
+            if known is not None:
+                known.count += 1
+                return
             if self._target is None:
                 self._target = capture_target(self._shelf, self._function, self.owner)
             captured = capture_call(self._shelf, self._function, args, kwargs)
             known = self._known.get(captured.key)
-            self._is_stale = True
-            if known is not None:
-                known.count += 1
-            if known is not None or not self._has_room(captured):
+            if known is None and not self._has_room(captured):
                 return
-            call = self._known[captured.key] = RecordedCall(captured.args, captured.kwargs, captured.notes)
+            call = known or RecordedCall(captured.args, captured.kwargs, captured.notes, count=0)
+            call.count += 1
+            self._known[captured.key] = call
+            if quick is not None and len(self._quickly_known) < _MOST_CALLS:
+                self._quickly_known[quick] = call
+            if known is not None:
+                return
         # Reading values may wait for the device, and whoever it waits for may make a recorded call: hold no lock.
         call.integers = read_integers(captured)
         call.settings = changed_settings(captured.settings)
