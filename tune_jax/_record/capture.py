@@ -95,7 +95,7 @@ def _describe_leaf(leaf: Any) -> Hashable:
     if type(leaf) in (bool, int, str):
         return (type(leaf), leaf)
     if isinstance(leaf, jax.Array) and is_concrete(leaf):
-        return (leaf.shape, leaf.dtype, leaf.weak_type, leaf.sharding)
+        return (leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False), leaf.sharding)  # keys have none
     is_plain = type(leaf) is np.ndarray and leaf.dtype.kind in "biufc"
     return (np.ndarray, leaf.shape, leaf.dtype) if is_plain else None
 
