@@ -18,7 +18,7 @@ import tune_jax
 from tune_jax import _session
 from tune_jax._binding import make_call
 from tune_jax._errors import ExampleError
-from tune_jax._inputs import collect_inputs, make_value
+from tune_jax._inputs import collect_inputs, known_values, make_value
 from tune_jax._jax import ShapedArray
 
 pytestmark = pytest.mark.usefixtures("quick_tuning")
@@ -76,7 +76,8 @@ def inputs_of(
     call, inputs = make_call(candidate._tunable, args, {})
     avals = [jax.typeof(value) for value in inputs]
     nothing = [None] * len(avals)
-    return collect_inputs(call, avals, nothing if given is None else given, nothing)
+    values = known_values(call, avals, nothing if given is None else given)
+    return collect_inputs(call, avals, values, nothing)
 
 
 # Made-up data

@@ -418,6 +418,92 @@ def test_a_trace_that_was_not_stopped_is_forgotten(tmp_path):
         jax.profiler.stop_trace()
 
 
+# Meshes and devices
+
+
+@pytest.fixture
+def explicit():
+    return jax.make_mesh((2,), ("a",), devices=jax.devices()[2:4], axis_types=(AxisType.Explicit,))
+
+
+def test_an_abstract_value_keeps_its_explicit_sharding_alone(explicit):
+    x = jax.device_put(np.ones(4, np.float32), jax.NamedSharding(explicit, P("a")))
+    automatic = jax.NamedSharding(jax.make_mesh((2,), ("a",), axis_types=(AxisType.Auto,)), P("a"))
+    assert _jax.is_explicit(jax.typeof(x))
+    assert _jax.shaped(jax.typeof(x)).sharding == jax.typeof(x).sharding
+    assert not _jax.is_explicit(jax.typeof(jax.device_put(x, automatic)))
+    assert _jax.shaped(jax.typeof(jax.device_put(x, automatic))) == _jax.shaped(jax.typeof(np.ones(4, np.float32)))
+
+
+def test_the_mesh_that_is_set_is_seen_inside_of_traces(explicit):
+    assert _jax.concrete_mesh().empty
+    run = inside(lambda x: _jax.concrete_mesh())
+    with jax.set_mesh(explicit):
+        found = [run(jax.jit, X), run(lambda f: jax.jit(jax.shard_map(f, in_specs=P(), out_specs=P())), X)]
+    assert found == [explicit, explicit]
+
+
+def test_manual_axes_are_left_outside_of_traces_and_others_kept(explicit):
+    def program(x):
+        with _jax.outside_traces():
+            return jax.sharding.get_abstract_mesh().axis_names
+
+    with jax.set_mesh(explicit):
+        assert inside(program)(jax.jit, X) == ("a",)
+        assert inside(program)(lambda f: jax.jit(jax.shard_map(f, in_specs=P(), out_specs=P())), X) == ()
+
+
+LOWERED = {
+    "default": (lambda f: jax.jit(f), lambda v: v, (0,)),
+    "committed": (lambda f: jax.jit(f), lambda v: jax.device_put(v, jax.devices()[5]), (5,)),
+    "inner jit": (lambda f: jax.jit(lambda x: jax.jit(f)(x) + 1), lambda v: jax.device_put(v, jax.devices()[4]), (4,)),
+    "scan": (
+        lambda f: jax.jit(lambda x: lax.scan(lambda c, _: (f(c), None), x, length=2)[0]),
+        lambda v: jax.device_put(v, jax.devices()[6]),
+        (6,),
+    ),
+    "in shard_map": (
+        lambda f: jax.jit(
+            jax.shard_map(
+                f,
+                mesh=jax.make_mesh((2,), ("a",), devices=jax.devices()[1:3], axis_types=(AxisType.Auto,)),
+                in_specs=P(),
+                out_specs=P(),
+            )
+        ),
+        lambda v: v,
+        (1, 2),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOWERED)
+def test_a_lowering_rule_finds_out_its_devices(name, double):
+    transform, place, expected = LOWERED[name]
+    found = []
+
+    def rule(context, x, **params):
+        found.append(tuple(device.id for device in _jax.lowering_devices(context)))
+        return [x, x]
+
+    _jax.register_lowering(double, rule)
+    transform(lambda x: double.bind(x)[0])(place(X))
+    assert found == [expected]
+
+
+def test_a_lowering_for_a_mesh_without_devices_has_none(double, explicit):
+    found = []
+
+    def rule(context, x, **params):
+        found.append(_jax.lowering_devices(context))
+        return [x, x]
+
+    _jax.register_lowering(double, rule)
+    x = jax.ShapeDtypeStruct((4,), np.float32, sharding=jax.NamedSharding(explicit.abstract_mesh, P("a")))
+    jax.jit(lambda x: double.bind(x)[0]).trace(x).lower(lowering_platforms=("cpu",))
+    assert found == [()]
+
+
 # Importing
 
 

@@ -9,11 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
 from tune_jax import tune
 from tune_jax._binding import make_call
-from tune_jax._key import default_device, describe_aval, describe_placement, device_of
+from tune_jax._jax import trace_context
+from tune_jax._key import default_device, describe_aval, device_of, on_device
 from tune_jax._lookup import key_of
+from tune_jax._placement import MeshShape, Placement
 
 X = np.arange(4, dtype=np.float32)
 
@@ -126,8 +129,8 @@ def test_abstract_values_read_like_jax_writes_them(value, expected):
 # Devices
 
 
-def test_uncommitted_values_go_to_the_default_device():
-    assert device_of([X, jnp.asarray(X), None, 1.0]) == default_device() == jax.devices()[0]
+def test_programs_of_inputs_without_shardings_run_on_the_default_device():
+    assert device_of([None, None]) == default_device() == jax.devices()[0]
 
 
 def test_the_default_device_is_the_callers():
@@ -141,22 +144,56 @@ def test_the_default_device_may_be_a_platform():
         assert default_device() == jax.devices("cpu")[0]
 
 
-def test_committed_values_decide_the_device():
+def test_the_default_device_is_one_of_the_mesh_that_is_set():
+    first, second, third = jax.devices()[:3]
+    with jax.set_mesh(jax.sharding.Mesh(np.array([second, third]), ("i",))):
+        assert default_device() == second
+        with jax.default_device(third):
+            assert default_device() == third
+    assert default_device() == first
+
+
+def test_shardings_decide_the_device():
+    second, third = jax.devices()[1:3]
+    mesh = jax.sharding.Mesh(np.array([third, second]), ("i",))
+    assert device_of([None, jax.NamedSharding(mesh, jax.P())]) == second
+
+
+def test_new_arrays_go_to_the_device_asked_for():
     second = jax.devices()[1]
-    assert device_of([jnp.asarray(X), jax.device_put(X, second)]) == second
+    with on_device(second):
+        assert jnp.zeros(2).devices() == {second}
+    assert jnp.zeros(2).devices() == {jax.devices()[0]}
+
+
+def test_asking_for_the_default_device_changes_no_setting():
+    before = trace_context()
+    with on_device(jax.devices()[0]):
+        assert trace_context() == before
+    with on_device(jax.devices()[1]):
+        assert trace_context() != before
 
 
 def test_values_on_one_device_have_no_placement():
-    assert describe_placement([X, jnp.asarray(X), jax.device_put(X, jax.devices()[1]), None]) == ()
+    assert key(jax.device_put(X, jax.devices()[1])).placement == ()
 
 
 def test_sharded_values_have_a_placement_that_names_mesh_and_spec():
-    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
-    sharded = jax.device_put(X, jax.NamedSharding(mesh, jax.P("data")))
-    mesh_text, plain_text = describe_placement([sharded, X])
-    assert "'data': 2" in mesh_text
-    assert "P('data'" in mesh_text
-    assert plain_text == "one device"
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
+    sharded = key([jax.device_put(X, jax.NamedSharding(mesh, jax.P("data"))), X])
+    assert sharded.placement == (Placement(MeshShape(("data",), (2,), (AxisType.Auto,)), jax.P("data")), None)
+    assert "; x[0] on mesh(data=2 Auto) P('data'" in str(sharded)
+    assert "x[1] on" not in str(sharded)
+
+
+def test_the_same_mesh_over_other_devices_makes_the_same_key():
+    def placed(devices):
+        mesh = jax.sharding.Mesh(np.array(devices), ("data",))
+        return key(jax.device_put(X, jax.NamedSharding(mesh, jax.P("data"))))
+
+    assert placed(jax.devices()[:2]) == placed(jax.devices()[2:4]) == placed(jax.devices()[1::-1])
+    assert placed(jax.devices()[:2]).digest == placed(jax.devices()[2:4]).digest
+    assert placed(jax.devices()[:4]) != placed(jax.devices()[:2])
 
 
 def test_sharded_and_unsharded_values_make_different_keys():
@@ -164,3 +201,24 @@ def test_sharded_and_unsharded_values_make_different_keys():
     sharded = jax.device_put(X, jax.NamedSharding(mesh, jax.P("data")))
     replicated = jax.device_put(X, jax.NamedSharding(mesh, jax.P()))
     assert len({key(X), key(sharded), key(replicated)}) == 3
+
+
+def test_a_key_on_a_mesh_is_the_same_in_a_fresh_process(run_python):
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2], axis_types=(AxisType.Explicit,))
+    own = key(jax.device_put(X, jax.NamedSharding(mesh, jax.P("data"))))
+    done = run_python(
+        """
+        import numpy as np, jax
+        from jax.sharding import AxisType
+        from tune_jax import tune
+        from tune_jax._binding import make_call
+        from tune_jax._lookup import key_of
+        def scale(x, mode='plain', *, b, c=1): return x * b
+        tuned = tune(scale, {'b': [1, 2], 'c': [1, 2]})
+        mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[2:4], axis_types=(AxisType.Explicit,))
+        x = jax.device_put(np.arange(4.0, dtype='f4'), jax.NamedSharding(mesh, jax.P("data")))
+        call, inputs = make_call(tuned._tunable, (x,), {})
+        print(key_of(call, [jax.typeof(v) for v in inputs], inputs).digest)
+        """
+    )
+    assert done.stdout.strip() == own.digest

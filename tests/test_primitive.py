@@ -657,7 +657,6 @@ def test_grad_of_shard_map_agrees(mesh, count_tunings):
     check(program, energy, [X, Y], ["[1, 3, 4] [4]"], count_tunings)
 
 
-@pytest.mark.xfail(strict=True, raises=UserWarning, reason="collectives over a mesh are not tuned under the mesh yet")
 def test_collectives_over_a_mesh_are_tuned(mesh, count_tunings):
     def spread(x, y, *, factor=1):
         return lax.psum(x * y, "a") * factor / factor
@@ -665,7 +664,6 @@ def test_collectives_over_a_mesh_are_tuned(mesh, count_tunings):
     check(lambda f: jax.jit(_over(mesh, f)), spread, [X, Y], ["[1, 3, 4] [4]"], count_tunings)
 
 
-@pytest.mark.filterwarnings("ignore:spread. it needs the axis names")
 def test_collectives_over_a_mesh_agree(mesh):
     def spread(x, y, *, factor=1):
         return lax.psum(x * y, "a") * factor / factor * jnp.ones_like(x)

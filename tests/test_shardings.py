@@ -112,9 +112,28 @@ def test_a_partition_spec_in_a_tuple_is_one_entry(mesh, split):
     assert found[0].is_equivalent_to(split, 1)
 
 
-def test_shardings_say_nothing_of_a_batched_call(split):
-    call = with_batch(call_of(lambda x, b: x, X, in_shardings=split, out_shardings=split), Batch((0,), 2, None, None))
-    assert input_shardings(call) == [None]
+def test_a_batched_input_is_split_as_an_unbatched_one_is(mesh, split):
+    call = call_of(lambda x, y, b: x, X, X, in_shardings=split)
+    batched = with_batch(call, Batch((0, None), 3, None, None))
+    assert input_shardings(batched) == [jax.NamedSharding(mesh, jax.P(None, "data")), split]
+    twice = with_batch(batched, Batch((2, 1), 5, None, None))
+    assert input_shardings(twice)[0].spec == jax.P(None, "data", None)
+    assert input_shardings(twice)[1].spec == jax.P("data", None)
+
+
+def test_a_batch_over_a_mesh_axis_splits_the_new_dimension(mesh, whole):
+    call = with_batch(call_of(lambda x, b: x, X, in_shardings=whole), Batch((0,), 2, None, "data"))
+    assert input_shardings(call) == [jax.NamedSharding(mesh, jax.P("data"))]
+
+
+def test_a_batched_input_on_one_device_stays_there():
+    there = jax.sharding.SingleDeviceSharding(jax.devices()[1])
+    call = with_batch(call_of(lambda x, b: x, X, in_shardings=there), Batch((0,), 2, None, None))
+    assert input_shardings(call) == [there]
+
+
+def test_out_shardings_say_nothing_of_a_batched_call(split):
+    call = with_batch(call_of(lambda x, b: x, X, out_shardings=split), Batch((0,), 2, None, None))
     assert output_shardings(call) is None
 
 

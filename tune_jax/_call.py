@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from tune_jax._leaves import Static, is_concrete, is_dynamic, keep_static
+from tune_jax._placement import MeshShape
 from tune_jax._records import Tunable
 
 
@@ -51,7 +52,8 @@ class Call:
 
     `names` are the parameters given, `tree` the structure of the tuple of their values, `statics` its static
     leaves by index, `fixed` the hyperparameters given at call time, `batches` the vmaps from the inside out. `moving`
-    are the inputs by which the whole is then differentiated, if the backward pass belongs to the call too.
+    are the inputs by which the whole is then differentiated, if the backward pass belongs to the call too. `mesh` is
+    the one around all of this, if the function cannot be run without.
     """
 
     tunable: Tunable
@@ -63,6 +65,7 @@ class Call:
     fixed: tuple[tuple[str, Static], ...]
     batches: tuple[Batch, ...] = ()
     moving: tuple[int, ...] = ()
+    mesh: MeshShape | None = None
     hints: Hints = Hints()
 
     def __repr__(self) -> str:

@@ -21,7 +21,7 @@ from tune_jax._jax import Tracer
 from tune_jax._leaves import Static, make_static
 from tune_jax._primitive import HANDED, bind_call
 from tune_jax._records import Tunable
-from tune_jax._shardings import input_shardings, output_shardings
+from tune_jax._shardings import asked_shardings, output_shardings
 
 Args = Sequence[Any]
 Kwargs = Mapping[str, Any]
@@ -157,7 +157,7 @@ class ByLeaf:
 
     def _make_jit(self, call: Call) -> Any:
         donated = self._tunable.donated_names
-        shardings = input_shardings(call)
+        shardings = asked_shardings(call)
         options: dict[str, Any] = {"in_shardings": (*shardings,)} if any(s is not None for s in shardings) else {}
         if output_shardings(call) is not None:
             options["out_shardings"] = output_shardings(call)

@@ -9,11 +9,11 @@ from typing import Any
 
 import jax
 
+from tune_jax._alone import stand_alone
 from tune_jax._binding import make_call
 from tune_jax._call import with_hints
 from tune_jax._entry import WrongEntryError, make_entry
-from tune_jax._jax import shaped, trace_state_clean
-from tune_jax._leaves import is_concrete
+from tune_jax._jax import Tracer, shaped, trace_state_clean
 from tune_jax._lookup import key_of, memory_of, tune_once
 from tune_jax._primitive import HANDED, bind_call
 from tune_jax._records import Tunable
@@ -77,14 +77,16 @@ class TunedFunction:
         Returns the results at hand if these arguments have been tuned for already.
         """
         call, inputs = make_call(self._tunable, args, kwargs)
-        results = tune_once(call, _abstract(inputs), _concrete(inputs))
+        alone = stand_alone(call, _abstract(inputs))
+        results = tune_once(alone.call, alone.avals, _known(inputs))
         assert results is not None, "only a call inside the function itself meets its own tuning"
         return results
 
     def results_for(self, /, *args: Any, **kwargs: Any) -> Results | None:
         """The results that calls with these arguments go by, None if they have not been tuned for."""
         call, inputs = make_call(self._tunable, args, kwargs)
-        return memory_of(self._tunable).results.get(key_of(call, _abstract(inputs), _concrete(inputs)))
+        alone = stand_alone(call, _abstract(inputs))
+        return memory_of(self._tunable).results.get(key_of(alone.call, alone.avals, _known(inputs)))
 
     def lower(self, /, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lower as a jitted function does; tunes if nobody has, and holds the winner."""
@@ -165,5 +167,6 @@ def _abstract(inputs: Sequence[Any]) -> list[Any]:
     return [shaped(jax.typeof(value)) for value in inputs]
 
 
-def _concrete(inputs: Sequence[Any]) -> list[Any]:
-    return [value if is_concrete(value) else None for value in inputs]
+def _known(inputs: Sequence[Any]) -> list[Any]:
+    """Values, and structs for their shardings."""
+    return [None if isinstance(value, Tracer) else value for value in inputs]

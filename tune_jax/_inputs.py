@@ -20,35 +20,51 @@ _BLOCK = 1 << 20
 _LARGEST_INTEGER = 8
 
 
-def collect_inputs(call: Call, avals: Sequence[Any], given: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
-    """Return one concrete value for each input of `call`.
-
-    An example wins over the value given by the call, which wins over made-up data; each is put where its sharding
-    says, if it has one. Data is made with NumPy and put on the device explicitly.
+def known_values(call: Call, avals: Sequence[Any], given: Sequence[Any]) -> list[Any]:
+    """Return the value of each input of `call`, or None where data must be made up; an example wins over a given value.
 
     Raises:
       ExampleError: the examples do not fit the call.
     """
     examples = read_examples(call, avals)
-    values = [value if example is None else example for example, value in zip(examples, given, strict=True)]
+    return [value if example is None else example for example, value in zip(examples, given, strict=True)]
+
+
+def values_in_key(call: Call, avals: Sequence[Any], given: Sequence[Any]) -> list[Any]:
+    """The values whose placement is part of the call's key: all that are known but those that a callable makes.
+
+    What it makes for a call is up to the function and the call, which are in the key.
+    """
+    asked = call.tunable
+    is_made = callable(asked.example_args) or callable(asked.example_kws)
+    return list(given) if is_made else known_values(call, avals, given)
+
+
+def collect_inputs(call: Call, avals: Sequence[Any], values: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
+    """Return an array for each input of `call`, where its sharding says if it has one; made up for None and structs.
+
+    Data is made with NumPy and put on the device explicitly, so that a caller's transfer guard has nothing to object
+    to; it is put right where it belongs, so that no other device has to hold it.
+    """
+    values = [None if isinstance(value, jax.ShapeDtypeStruct) else value for value in values]
     _warn_of_integers(call, avals, values)
+    places = enumerate(zip(avals, values, shardings, strict=True))
     # A caller's transfer guard is for the caller's own transfers, even one that objects to explicit ones.
     with jax.transfer_guard("allow"):
-        made = [
-            make_value(aval, seed=index) if value is None else value
-            for index, (aval, value) in enumerate(zip(avals, values, strict=True))
+        return [
+            make_value(aval, seed=index, sharding=sharding) if value is None else _place(value, sharding)
+            for index, (aval, value, sharding) in places
         ]
-        return [_place(value, sharding) for value, sharding in zip(made, shardings, strict=True)]
 
 
-def make_value(aval: Any, *, seed: int) -> Any:
+def make_value(aval: Any, *, seed: int, sharding: Any = None) -> Any:
     """Make data of a shape and dtype: normal floats, small integers, random bools and keys.
 
     Integers are drawn from 0 to 7, or as far as the dtype reaches; arrays of more than a million elements repeat.
     """
     if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
-        return _make_keys(aval, seed)
-    return jax.device_put(_make_array(aval.shape, np.dtype(aval.dtype), seed))
+        return _place(_make_keys(aval, seed), sharding)
+    return jax.device_put(_make_array(aval.shape, np.dtype(aval.dtype), seed), sharding)
 
 
 def read_examples(call: Call, avals: Sequence[Any]) -> list[Any]:

@@ -7,6 +7,7 @@ them fails there first.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ try:
     from jax._src import core as _core
     from jax._src import dispatch as _dispatch
     from jax._src import dtypes as _dtypes
+    from jax._src import mesh as _mesh
     from jax._src import profiler as _profiler
     from jax._src import util as _util
     from jax._src.interpreters import batching as _batching
@@ -32,6 +34,8 @@ Tracer = jax.core.Tracer
 trace_state_clean: Callable[[], bool] = _core.trace_state_clean
 # All that JAX's own caches of traces go by besides the arguments: settings, axis names and sizes, mesh.
 trace_context: Callable[[], tuple[Any, ...]] = _config.trace_context
+# The mesh of `jax.set_mesh`, seen inside of traces too; empty where there is none.
+concrete_mesh: Callable[[], jax.sharding.Mesh] = _mesh.get_concrete_mesh
 
 _SETTINGS = (
     "jax_default_matmul_precision",
@@ -121,6 +125,30 @@ def lowering_platforms(context: Any) -> tuple[str, ...]:
     return tuple(context.platforms or context.module_context.platforms)
 
 
+def lowering_devices(context: Any) -> tuple[jax.Device, ...]:
+    """The devices that a lowering rule's program is meant for, empty where JAX does not know them."""
+    axes = context.module_context.axis_context
+    mesh = getattr(axes, "mesh", None)
+    if isinstance(mesh, jax.sharding.Mesh):
+        return tuple(mesh.devices.flat)
+    return tuple(getattr(axes, "device_assignment", None) or _devices_of_caller())
+
+
+def _devices_of_caller() -> Sequence[jax.Device]:
+    """The devices that JAX lowers a program for.
+
+    It tells rules only of how many there are, since it then lowers once for several; the function that does it knows.
+    To mark a primitive as one that needs devices would tell its rule, but refuses programs over two meshes, and over
+    meshes without devices.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "lower_sharding_computation":
+            return frame.f_locals.get("device_assignment") or ()
+        frame = frame.f_back
+    return ()
+
+
 def used_inputs(closed_jaxpr: Any) -> tuple[bool, ...]:
     """Which inputs of a traced program its outputs or effects depend on."""
     jaxpr = closed_jaxpr.jaxpr
@@ -147,8 +175,16 @@ def placed_parts(closed_jaxpr: Any) -> tuple[Any, ...]:
 
 
 def shaped(aval: Any) -> Any:
-    """The shape, dtype and weak type of an abstract value, without what only its own trace knows."""
-    return ShapedArray(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+    """The shape, dtype, weak type and explicit sharding of an abstract value, without what only its own trace knows."""
+    weak = getattr(aval, "weak_type", False)
+    if is_explicit(aval):
+        return ShapedArray(aval.shape, aval.dtype, weak_type=weak, sharding=aval.sharding)
+    return ShapedArray(aval.shape, aval.dtype, weak_type=weak)
+
+
+def is_explicit(aval: Any) -> bool:
+    """Whether an abstract value says how it lies on the explicit axes of a mesh."""
+    return jax.sharding.AxisType.Explicit in aval.sharding.mesh.axis_types
 
 
 def struct_of(aval: Any) -> jax.ShapeDtypeStruct:
@@ -194,13 +230,27 @@ def custom_derivative(function: Any) -> tuple[str, tuple[str, ...]] | None:
 def outside_traces() -> Iterator[None]:
     """Leave the ambient trace: inside, arrays are concrete, and programs compile, run and may return NaN or inf."""
     names = _core.trace_ctx.axis_env
-    with jax.core.eval_context(), jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
+    with (
+        jax.core.eval_context(),
+        _outside_manual_axes(),
+        jax.debug_nans(False),
+        jax.debug_infs(False),
+        jax.disable_jit(False),
+    ):
         # Axis names stay when the trace goes, and what uses one could then be traced, but not lowered.
         _core.trace_ctx.set_axis_env(_core.top_axis_env)
         try:
             yield
         finally:
             _core.trace_ctx.set_axis_env(names)
+
+
+def _outside_manual_axes() -> contextlib.AbstractContextManager[Any]:
+    """Leave the mesh of the `shard_map` around, if there is one."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if jax.sharding.AxisType.Manual not in mesh.axis_types:
+        return contextlib.nullcontext()
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
 
 
 def axis_names() -> tuple[Any, ...]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import jax
 from tune_jax._call import Call, without_hints
 from tune_jax._jax import ShapedArray, default_device_setting, settings
 from tune_jax._leaves import describe_aval
+from tune_jax._placement import Placement, mesh_devices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +22,7 @@ class Key:
 
     call: Call
     avals: tuple[Any, ...]
-    placement: tuple[str, ...]
+    placement: tuple[Placement | None, ...]
     device: str
     settings: tuple[tuple[str, Any], ...]
 
@@ -30,17 +32,20 @@ class Key:
         return hashlib.sha256(str(self).encode()).hexdigest()[:32]
 
     def __str__(self) -> str:
+        names = self.call.input_names
         parts = [f"{self.call.tunable.name}({describe_arguments(self.call, self.avals)})"]
         parts += [f"{name}={static.value!r}" for name, static in self.call.fixed]
         parts += [f"vmap {batch.size} over {batch.dims}" for batch in self.call.batches]
-        parts += [*self.placement, self.device]
+        parts += [str(self.call.mesh)] if self.call.mesh else []
+        parts += [f"{name} on {place}" for name, place in zip(names, self.placement, strict=False) if place]
+        parts.append(self.device)
         return "; ".join([*parts, *(f"{name}={value}" for name, value in self.settings if value is not None)])
 
 
-def make_key(call: Call, avals: Sequence[Any], *, placement: Sequence[str], device: str) -> Key:
-    """Make the key of a call under the caller's present settings."""
+def make_key(call: Call, avals: Sequence[Any], *, placement: Sequence[Placement | None], device: str) -> Key:
+    """Make the key of a call under the caller's present settings; `placement` has an entry an input."""
     plain = tuple(ShapedArray(aval.shape, aval.dtype) for aval in avals)
-    return Key(without_hints(call), plain, tuple(placement), device, settings())
+    return Key(without_hints(call), plain, tuple(placement) if any(placement) else (), device, settings())
 
 
 def describe_arguments(call: Call, avals: Sequence[Any]) -> str:
@@ -52,33 +57,30 @@ def describe_arguments(call: Call, avals: Sequence[Any]) -> str:
     return ", ".join([*(f"{call.paths[index]}: {words[index]}" for index in sorted(words)), *moving])
 
 
-def device_of(values: Sequence[Any]) -> jax.Device:
-    """The device that a program of these inputs runs on: theirs where they are committed, else the default one."""
-    committed = [value for value in values if isinstance(value, jax.Array) and value.committed]
-    if committed:
-        return min((device for value in committed for device in value.devices()), key=lambda device: device.id)
-    return default_device()
+def device_of(shardings: Sequence[Any]) -> jax.Device:
+    """The first device of this process that a program of inputs with these shardings, or None, runs on."""
+    devices = {device for sharding in shardings if sharding for device in sharding.addressable_devices}
+    return min(devices, key=lambda device: device.id) if devices else default_device()
 
 
 def default_device() -> jax.Device:
-    """The device that uncommitted arrays go to under the caller's settings."""
+    """The device where programs of uncommitted arrays run under the caller's settings; of a mesh, the first."""
+    own = _own_default_device()
+    among = [device for device in mesh_devices() if device.process_index == own.process_index]
+    return own if own in among or not among else among[0]
+
+
+@contextlib.contextmanager
+def on_device(device: jax.Device) -> Iterator[None]:
+    """Make a device the one that new arrays go to."""
+    if device == _own_default_device():
+        # Another setting, though of the same device, would have JAX trace everything again.
+        yield
+    else:
+        with jax.default_device(device):
+            yield
+
+
+def _own_default_device() -> jax.Device:
     chosen = default_device_setting()
-    if isinstance(chosen, jax.Device):
-        return chosen
-    return jax.local_devices(backend=chosen)[0]
-
-
-def describe_placement(values: Sequence[Any]) -> tuple[str, ...]:
-    """Say how inputs are laid out over devices; empty where each lies on a single one."""
-    shardings = [getattr(value, "sharding", None) for value in values]
-    if all(sharding is None or len(sharding.device_set) == 1 for sharding in shardings):
-        return ()
-    return tuple(_describe_sharding(sharding) for sharding in shardings)
-
-
-def _describe_sharding(sharding: Any) -> str:
-    if sharding is None or len(sharding.device_set) == 1:
-        return "one device"
-    if isinstance(sharding, jax.sharding.NamedSharding):
-        return f"{dict(sharding.mesh.shape)} {sharding.spec} {sharding.memory_kind}"
-    return str(sharding)
+    return chosen if isinstance(chosen, jax.Device) else jax.local_devices(backend=chosen)[0]

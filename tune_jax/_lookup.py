@@ -11,17 +11,20 @@ from typing import Any
 
 import jax
 
+from tune_jax._alone import Alone, stand_alone, with_names
 from tune_jax._build.gate import GATE
 from tune_jax._call import Call
 from tune_jax._config import CONFIG
 from tune_jax._errors import NoCandidateError
 from tune_jax._failure import summarise
-from tune_jax._jax import axis_names, outside_traces
-from tune_jax._key import Key, default_device, describe_arguments, describe_placement, device_of, make_key
-from tune_jax._outline import UNTRACEABLE, Untraceable, can_be_traced, candidates_of, outline
+from tune_jax._inputs import values_in_key
+from tune_jax._key import Key, default_device, describe_arguments, device_of, make_key, on_device
+from tune_jax._outline import UNTRACEABLE, Untraceable, candidates_of, outline
+from tune_jax._placement import placement_of
 from tune_jax._records import Candidate, Tunable
 from tune_jax._results import Results, make_results
 from tune_jax._session import run_session
+from tune_jax._shardings import trial_shardings
 
 
 @dataclasses.dataclass(eq=False)
@@ -54,9 +57,16 @@ def memory_of(tunable: Tunable) -> Memory:
 
 
 def find_winner(
-    call: Call, avals: Sequence[Any], given: Sequence[Any], *, platforms: Sequence[str] | None = None
+    call: Call,
+    avals: Sequence[Any],
+    given: Sequence[Any],
+    *,
+    platforms: Sequence[str] | None = None,
+    devices: Sequence[jax.Device] = (),
 ) -> Candidate:
     """Return the candidate that this call shall run, tuning if nobody has.
+
+    `platforms` and `devices` are those of the program that the call is in, where they are known.
 
     A call with nothing to choose is not tuned. One that cannot be run here takes the first candidate, with a warning.
     A thread that meets a key which it is tuning already takes the first candidate too.
@@ -64,14 +74,15 @@ def find_winner(
     if call.fixed and len(choices := candidates_of(call)) == 1:
         return choices[0]
     wanted = platforms or [default_device().platform]
-    with _on_platform(wanted) as here:
-        obstacle = _find_obstacle(call, avals) if here else f"no {' or '.join(wanted)} device is here to tune on"
-        if obstacle is None:
-            results = tune_once(call, avals, given)
+    with _on_platform(wanted, devices) as here:
+        unknown = f"no {' or '.join(wanted)} device is here to tune on"
+        alone = stand_alone(call, avals, devices) if here else Alone(call, tuple(avals), unknown)
+        if alone.obstacle is None:
+            results = _tune_alone(alone, given, devices)
             return outline(call, avals).first if results is None else _as_candidate(results)
     first = outline(call, avals).first
     warnings.warn(
-        f"{call.tunable.name}: {obstacle}, so the first candidate, {dict(first.hyperparams)}, is used.",
+        f"{call.tunable.name}: {alone.obstacle}, so the first candidate, {dict(first.hyperparams)}, is used.",
         stacklevel=2,
     )
     return first
@@ -139,9 +150,18 @@ def _find_waiting(memory: Memory, key: Key) -> Iterator[threading.Thread]:
         awaited = _awaited.get(thread)
 
 
+def _tune_alone(alone: Alone, given: Sequence[Any], devices: Sequence[jax.Device]) -> Results | None:
+    results = tune_once(alone.call, alone.avals, given)
+    failures = [] if results is None else [row.failure for row in results.rows if row.failure]
+    again = with_names(alone, failures, devices)
+    return results if again is alone else tune_once(again.call, again.avals, given)
+
+
 def key_of(call: Call, avals: Sequence[Any], given: Sequence[Any]) -> Key:
     """The key of a call on the device that it would run on."""
-    return make_key(call, avals, placement=describe_placement(given), device=device_of(given).device_kind)
+    shardings = trial_shardings(call, avals, values_in_key(call, avals, given))
+    placement = [s and placement_of(s, aval.shape) for s, aval in zip(shardings, avals, strict=True)]
+    return make_key(call, avals, placement=placement, device=device_of(shardings).device_kind)
 
 
 def _is_called_back(call: Call) -> bool:
@@ -155,32 +175,16 @@ def _is_called_back(call: Call) -> bool:
     return True
 
 
-def _find_obstacle(call: Call, avals: Sequence[Any]) -> str | None:
-    """Why a call cannot be run on its own, or None if it can."""
-    if not all(isinstance(size, int) for aval in avals for size in aval.shape):
-        return "its shapes are left open"
-    names = axis_names()
-    if names and not _stands_alone(call, avals):
-        return f"it needs the axis names around it ({', '.join(map(str, names))}), which are not there while tuning"
-    return None
-
-
-def _stands_alone(call: Call, avals: Sequence[Any]) -> bool:
-    with outside_traces():
-        return can_be_traced(call, avals)
-
-
 @contextlib.contextmanager
-def _on_platform(platforms: Sequence[str]) -> Iterator[bool]:
-    """Make a device of the program's platform the default one; yields whether there is one here."""
-    devices = [device for platform in platforms for device in _local_devices(platform)]
-    if default_device() in devices:
-        yield True
-    elif devices:
-        with jax.default_device(devices[0]):
-            yield True
-    else:
+def _on_platform(platforms: Sequence[str], devices: Sequence[jax.Device]) -> Iterator[bool]:
+    """Make a device of the program's the default one, of its platform at least; yields whether there is one here."""
+    local = [device for platform in platforms for device in _local_devices(platform)]
+    fitting = [device for device in devices if device in local] or local
+    if not fitting:
         yield False
+        return
+    with on_device(default_device() if default_device() in fitting else fitting[0]):
+        yield True
 
 
 def _local_devices(platform: str) -> list[jax.Device]:

@@ -114,6 +114,12 @@ def _refusing_recursion(call: Call, key: Any) -> Iterator[None]:
         _TRACING.keys = before
 
 
+def first_can_be_traced(call: Call, avals: Sequence[Any]) -> bool:
+    """Whether the first candidate can be traced here; a cheap question where the others will hardly differ."""
+    candidate = candidates_of(call)[0]
+    return not isinstance(attempt("trace", lambda: _trace(call, candidate, avals)), Failure)
+
+
 def batched_call(call: Call, batch: Batch, avals: Sequence[Any]) -> tuple[Call, tuple[bool, ...]]:
     """Return `call` with one more vmap around it, and which outputs then have the new axis.
 

@@ -64,7 +64,7 @@ def _keep_fitting(values: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
 
 
 def _fits(value: Any, aval: Any) -> bool:
-    if value is None or not is_concrete(value):
+    if value is None or isinstance(value, _jax.Tracer):
         return False
     came = jax.typeof(value)
     return bool(came.shape == aval.shape and came.dtype == aval.dtype)
@@ -135,7 +135,13 @@ def _transpose(cotangents: Sequence[Any], *inputs: Any, call: Call, placed: Any 
 def _lower(context: Any, *inputs: Any, call: Call, placed: Any = ()) -> Any:
     avals = [_jax.shaped(aval) for aval in context.avals_in]
     given = _keep_fitting(_take_inputs(call), avals)
-    winner = find_winner(call, avals, given, platforms=_jax.lowering_platforms(context))
+    winner = find_winner(
+        call,
+        avals,
+        given,
+        platforms=_jax.lowering_platforms(context),
+        devices=_jax.lowering_devices(context),
+    )
     return _jax.lower_inline(context, _flat(call, winner), inputs)
 
 

@@ -20,9 +20,9 @@ from tune_jax._call import Call
 from tune_jax._config import CONFIG
 from tune_jax._errors import ProfileError
 from tune_jax._failure import attempt
-from tune_jax._inputs import collect_inputs, make_value
+from tune_jax._inputs import collect_inputs, known_values, make_value
 from tune_jax._jax import outside_traces
-from tune_jax._key import describe_arguments, device_of
+from tune_jax._key import describe_arguments, device_of, on_device
 from tune_jax._measure.rounds import Effort, measure
 from tune_jax._measure.timers import DeviceTimer, HostTimer, Launchable, Timer
 from tune_jax._outline import advise, candidates_of, outline, program_avals
@@ -30,7 +30,7 @@ from tune_jax._progress import progress_bar
 from tune_jax._rank import is_usable
 from tune_jax._records import Candidate, Failure, Samples
 from tune_jax._results import Results, make_results
-from tune_jax._shardings import input_shardings, layout_options, output_shardings, placed_inputs
+from tune_jax._shardings import layout_options, mesh_shardings, output_shardings, placed_inputs, trial_shardings
 
 logger = logging.getLogger("tune_jax")
 
@@ -58,13 +58,13 @@ def run_session(call: Call, avals: Sequence[Any], given: Sequence[Any]) -> Resul
     started = time.perf_counter()
     with outside_traces():
         candidates = candidates_of(call)
-        inputs = collect_inputs(call, avals, given, input_shardings(call))
-        inputs += [
-            make_value(aval, seed=len(avals) + i) for i, aval in enumerate(program_avals(call, avals)[len(avals) :])
-        ]
-        device = device_of(inputs)
-        built = _build_all(call, avals, candidates, inputs)
-        measured = _measure_all(call, built, inputs, device.platform)
+        values = known_values(call, avals, given)
+        shardings = trial_shardings(call, avals, values)
+        device = device_of(shardings)
+        with on_device(device):
+            inputs = collect_inputs(call, avals, values, shardings) + _make_cotangents(call, avals)
+            built = _build_all(call, avals, candidates, inputs)
+            measured = _measure_all(call, built, inputs, device.platform)
     for program_id, failure in measured.failures.items():
         built.fail(program_id, failure)
     results = make_results(
@@ -81,6 +81,13 @@ def run_session(call: Call, avals: Sequence[Any], given: Sequence[Any]) -> Resul
     )
     _log(results)
     return results
+
+
+def _make_cotangents(call: Call, avals: Sequence[Any]) -> list[Any]:
+    """What the backward pass starts from, if it belongs to the call."""
+    cotangents = program_avals(call, avals)[len(avals) :]
+    places = enumerate(zip(cotangents, mesh_shardings(call, cotangents), strict=True), len(avals))
+    return [make_value(aval, seed=seed, sharding=sharding) for seed, (aval, sharding) in places]
 
 
 def _build_all(call: Call, avals: Sequence[Any], candidates: Sequence[Candidate], inputs: Sequence[Any]) -> Built:

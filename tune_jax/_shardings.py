@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,27 +12,67 @@ from jax.experimental.layout import Format, Layout
 from tune_jax._call import Call
 from tune_jax._config import CONFIG
 from tune_jax._errors import OptionError
+from tune_jax._jax import concrete_mesh, is_explicit
 
 
-def input_shardings(call: Call) -> list[Any]:
-    """The `in_shardings` of the tuned function for each input of `call`; None where it says nothing.
+def asked_shardings(call: Call) -> list[Any]:
+    """The `in_shardings` of the tuned function for each input of an unbatched `call`; None where it says nothing.
 
     Raises:
       OptionError: `in_shardings` has more entries than the call has arguments, or does not fit their structure.
     """
     asked = call.tunable.in_shardings
-    if asked is None or call.batches:
+    if asked is None:
         return [None] * len(call.dynamic_indices)
     parts = call.tree.children()
     prefixes = _by_parameter(call, asked, len(parts))
     leaves = [leaf for prefix, part in zip(prefixes, parts, strict=True) for leaf in _spread(prefix, part)]
-    return [_resolve(leaves[index]) for index in call.dynamic_indices]
+    return [leaves[index] for index in call.dynamic_indices]
+
+
+def input_shardings(call: Call) -> list[Any]:
+    """The same on the mesh in force, and with the dimensions that the vmaps around `call` put in.
+
+    Raises:
+      OptionError: `in_shardings` does not fit the call, or has a PartitionSpec where no mesh is set.
+    """
+    resolved = map(_resolve, asked_shardings(call))
+    return [functools.reduce(_batched, _dims(call, place), sharding) for place, sharding in enumerate(resolved)]
 
 
 def output_shardings(call: Call) -> Any:
-    """The `out_shardings` of the call's program, a prefix tree of its result; gradients are not spoken of."""
-    asked = None if call.batches else call.tunable.out_shardings
+    """The `out_shardings` of the call's program, a prefix tree of its result; gradients are not spoken of.
+
+    There are none inside of a vmap or a `shard_map`, where the results are not the function's own.
+    """
+    is_inside = call.batches or (call.mesh is not None and call.mesh.manual)
+    asked = None if is_inside else call.tunable.out_shardings
     return (asked, None) if call.moving and asked is not None else asked
+
+
+def trial_shardings(call: Call, avals: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+    """Where each input lies while candidates are timed; None for wherever new arrays go.
+
+    Inside a `shard_map` that is everywhere; else what `in_shardings` says, then where a known value is committed, then
+    what an explicit axis of a mesh says.
+    """
+    told = mesh_shardings(call, avals)
+    if call.mesh is not None and call.mesh.manual:
+        return told
+    asked = input_shardings(call)
+    found = zip(asked, map(_committed_sharding, values), told, strict=True)
+    return [next((sharding for sharding in choices if sharding is not None), None) for choices in found]
+
+
+def mesh_shardings(call: Call, avals: Sequence[Any]) -> list[Any]:
+    """Where values lie on the call's mesh: everywhere, but for explicit axes; None where it says nothing of them."""
+    return [_mesh_sharding(call, aval) for aval in avals]
+
+
+def _mesh_sharding(call: Call, aval: Any) -> Any:
+    if call.mesh is None or not (call.mesh.manual or is_explicit(aval)):
+        return None
+    return jax.sharding.NamedSharding(call.mesh.build(), aval.sharding.spec)
 
 
 def placed_inputs(avals: Sequence[Any], inputs: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
@@ -58,7 +99,26 @@ def _free_format(aval: Any, donated: bool) -> Any:
     return None if stays else Format(Layout.AUTO)
 
 
+def _dims(call: Call, place: int) -> list[tuple[int | None, Any]]:
+    """Where the vmaps around a call put their axis into an input, and the mesh axes that it goes over."""
+    return [(batch.dims[place], batch.spmd_axis_name) for batch in call.batches]
+
+
+def _batched(sharding: Any, batch: tuple[int | None, Any]) -> Any:
+    """A sharding with a batched dimension put in, as `jax.vmap` does to that of a jitted function."""
+    dim, spmd_axis_name = batch
+    if dim is None or not isinstance(sharding, jax.sharding.NamedSharding):
+        return sharding
+    parts = list(sharding.spec.partitions)
+    parts += [None] * (dim - len(parts))
+    spec = sharding.spec.update(partitions=(*parts[:dim], spmd_axis_name, *parts[dim:]))
+    return jax.sharding.NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+
+
 def _committed_sharding(value: Any) -> Any:
+    if isinstance(value, jax.ShapeDtypeStruct):
+        is_abstract = isinstance(getattr(value.sharding, "mesh", None), jax.sharding.AbstractMesh)
+        return None if is_abstract else value.sharding
     return value.sharding if isinstance(value, jax.Array) and value.committed else None
 
 
@@ -83,6 +143,12 @@ def _spread(prefix: Any, part: Any) -> list[Any]:
 
 
 def _resolve(sharding: Any) -> Any:
-    if isinstance(sharding, jax.sharding.PartitionSpec):
-        return jax.sharding.NamedSharding(jax.sharding.get_mesh(), sharding)
-    return sharding
+    if not isinstance(sharding, jax.sharding.PartitionSpec):
+        return sharding
+    mesh = concrete_mesh()
+    if mesh.empty:
+        raise OptionError(
+            f"in_shardings has {sharding}, but no mesh is set; make the call under jax.set_mesh(mesh), or give a "
+            "jax.NamedSharding(mesh, spec)."
+        )
+    return jax.sharding.NamedSharding(mesh, sharding)

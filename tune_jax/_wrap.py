@@ -11,6 +11,7 @@ import numpy as np
 
 from tune_jax._call import Batch, Call, variadic_name
 from tune_jax._jax import is_batched, takes_cotangent
+from tune_jax._placement import MeshShape
 
 
 def wrap(call: Call, hyperparams: Mapping[str, Any], *, name: str) -> Callable[..., Any]:
@@ -31,6 +32,8 @@ def wrap(call: Call, hyperparams: Mapping[str, Any], *, name: str) -> Callable[.
         function = _batched(function, batch)
     if call.moving:
         function = _with_backward(function, len(call.dynamic_indices), call.moving)
+    if call.mesh is not None and call.mesh.manual:
+        function = _mapped(function, call.mesh)
     return _renamed(function, name)
 
 
@@ -131,6 +134,22 @@ def _batched(function: Callable[..., Any], batch: Batch) -> Callable[..., Any]:
         return jax.tree.unflatten(trees[-1], leaves)
 
     return batched
+
+
+def _mapped(function: Callable[..., Any], mesh: MeshShape) -> Callable[..., Any]:
+    """`function` on each device of a mesh, with the same inputs everywhere.
+
+    Results are taken for the same too, unchecked: only how long they take matters.
+    """
+    everywhere = jax.sharding.PartitionSpec()
+    return jax.shard_map(
+        function,
+        mesh=mesh.build(),
+        in_specs=everywhere,
+        out_specs=everywhere,
+        axis_names=set(mesh.manual),
+        check_vma=False,
+    )
 
 
 def _renamed(function: Callable[..., Any], name: str) -> Callable[..., Any]:

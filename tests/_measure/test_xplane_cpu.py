@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,30 @@ def test_a_program_on_two_devices_is_one_launch(tmp_path: Path) -> None:
     assert all(time is not None and time.busy_ns > 0 for time in times)
     counts = [max(kernel.count for kernel in time.kernels) for time in times if time]
     assert counts[0] == counts[2] == 1
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
+def test_the_slowest_device_counts_launch_by_launch(tmp_path: Path) -> None:
+    mesh = Mesh(jax.devices()[:2], ("a",))
+    split, whole = (NamedSharding(mesh, spec) for spec in (PartitionSpec("a"), PartitionSpec()))
+
+    def spin(counts: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, counts[0], lambda _, y: jnp.tanh(y @ x), x)
+
+    def candidate(counts: jax.Array, x: jax.Array) -> jax.Array:
+        specs = (split.spec, whole.spec)
+        return jax.shard_map(spin, mesh=mesh, in_specs=specs, out_specs=split.spec)(counts, x)
+
+    jitted, x = jax.jit(candidate), jax.device_put(jnp.ones((64, 64)), whole)
+    counts = [jax.device_put(jnp.array(pair), split) for pair in ([1, 300], [300, 1], [1, 1])]
+    trace = record(tmp_path, [functools.partial(jitted, each, x) for each in counts])
+    first, second, neither = read_launches(trace, ["jit_candidate"] * 3)
+    assert first is not None
+    assert second is not None
+    assert neither is not None
+    assert min(first.busy_ns, second.busy_ns) > 5 * neither.busy_ns
+    # The kernels of the slow device alone: its loop, not both.
+    assert all(max(kernel.count for kernel in time.kernels) in (300, 301) for time in (first, second))
 
 
 def test_a_program_on_a_later_device_is_found(tmp_path: Path) -> None:
