@@ -21,6 +21,7 @@ class Config:
       separation: how many standard errors apart two medians must lie to count as different.
       tie_tolerance: relative difference under which the search for a single winner stops.
       allow_fallback_timing: use the host clock where device time cannot be had; if False, that is an error.
+      agreement_timeout_s: under `jax.distributed`, seconds to wait for a process that gives no sign of life.
     """
 
     profiling_samples: int = 3
@@ -29,6 +30,7 @@ class Config:
     separation: float = 3.0
     tie_tolerance: float = 0.005
     allow_fallback_timing: bool = True
+    agreement_timeout_s: float = 300.0
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in _TAKES:
@@ -53,6 +55,7 @@ _TAKES: dict[str, tuple[Any, int, str]] = {
     "separation": _AMOUNT,
     "tie_tolerance": _AMOUNT,
     "allow_fallback_timing": (bool, 0, "True or False"),
+    "agreement_timeout_s": (numbers.Real, 1, "a number of seconds, at least 1"),
 }
 
 CONFIG = Config()

@@ -14,6 +14,7 @@ import jax
 from tune_jax._build.gate import GATE
 from tune_jax._call import Call
 from tune_jax._config import CONFIG
+from tune_jax._coordinator import find_coordinator
 from tune_jax._errors import NoCandidateError
 from tune_jax._failure import summarise
 from tune_jax._jax import axis_names, outside_traces
@@ -22,6 +23,7 @@ from tune_jax._outline import UNTRACEABLE, Untraceable, can_be_traced, candidate
 from tune_jax._records import Candidate, Tunable
 from tune_jax._results import Results, make_results
 from tune_jax._session import run_session
+from tune_jax._together import find_span, tune_together
 
 
 @dataclasses.dataclass(eq=False)
@@ -65,7 +67,7 @@ def find_winner(
         return choices[0]
     wanted = platforms or [default_device().platform]
     with _on_platform(wanted) as here:
-        obstacle = _find_obstacle(call, avals) if here else f"no {' or '.join(wanted)} device is here to tune on"
+        obstacle = _find_obstacle(call, avals, given) if here else f"no {' or '.join(wanted)} device is here to tune on"
         if obstacle is None:
             results = tune_once(call, avals, given)
             return outline(call, avals).first if results is None else _as_candidate(results)
@@ -83,8 +85,11 @@ def tune_once(call: Call, avals: Sequence[Any], given: Sequence[Any]) -> Results
     None where this thread is tuning this key already, or cannot wait for it: a program being timed calls it back, or
     the thread that is tuning it waits, by way of others perhaps, for one that this thread is tuning.
 
+    Under `jax.distributed` every process must ask for them, and all get those of process 0.
+
     Raises:
       NoCandidateError: every candidate failed; the latest results then show how.
+      AgreementError: another process does not ask for them, has ended, or had an error of its own.
     """
     memory = memory_of(call.tunable)
     key = key_of(call, avals, given)
@@ -100,7 +105,8 @@ def tune_once(call: Call, avals: Sequence[Any], given: Sequence[Any]) -> Results
         else:
             return memory.results[key]
     try:
-        results = run_session(call, avals, given)
+        store = find_coordinator()
+        results = run_session(call, avals, given) if store is None else tune_together(store, key, call, avals, given)
         if not results.timed:
             memory.latest = results
             raise NoCandidateError(summarise({row.id: row.failure for row in results.rows if row.failure}))
@@ -155,8 +161,10 @@ def _is_called_back(call: Call) -> bool:
     return True
 
 
-def _find_obstacle(call: Call, avals: Sequence[Any]) -> str | None:
+def _find_obstacle(call: Call, avals: Sequence[Any], given: Sequence[Any]) -> str | None:
     """Why a call cannot be run on its own, or None if it can."""
+    if find_coordinator() is not None and (span := find_span(call, given)):
+        return span
     if not all(isinstance(size, int) for aval in avals for size in aval.shape):
         return "its shapes are left open"
     names = axis_names()

@@ -40,6 +40,18 @@ def placed_inputs(avals: Sequence[Any], inputs: Sequence[Any]) -> list[jax.Shape
     ]
 
 
+def spanning_arguments(call: Call, values: Sequence[Any]) -> list[str]:
+    """The inputs, by name, and the options that lie on devices of several processes."""
+    asked = input_shardings(call)
+    shardings = [getattr(value, "sharding", None) or wish for value, wish in zip(values, asked, strict=True)]
+    found = [name for name, sharding in zip(call.input_names, shardings, strict=True) if _spans(sharding)]
+    return found + ["out_shardings"] * any(map(_spans, jax.tree.leaves(output_shardings(call))))
+
+
+def _spans(sharding: Any) -> bool:
+    return isinstance(sharding, jax.sharding.Sharding) and not sharding.is_fully_addressable
+
+
 def _committed_sharding(value: Any) -> Any:
     return value.sharding if isinstance(value, jax.Array) and value.committed else None
 
