@@ -14,14 +14,17 @@ import itertools
 import json
 import threading
 import time
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Protocol
 
 from tune_jax._errors import AgreementError, NoCandidateError
 
 LEADER = 0
-# How long one wait lasts before errors and signs of life are looked for, and how far apart these signs are.
+# How long one wait lasts before errors and signs of life are looked for.
+_FIRST_WAIT_S = 0.02
 _LONGEST_WAIT_S = 1.0
+# How far apart signs of life are.
 _LONGEST_PAUSE_S = 5.0
 
 
@@ -149,14 +152,19 @@ class Round:
                     break
 
     def _wait(self, key: str, process: int) -> str:
+        wait_s = _FIRST_WAIT_S
+        seen: dict[str, str] = {}
         sign, since = None, time.monotonic()
-        while (text := self._store.wait(key, min(self._timeout_s / 4, _LONGEST_WAIT_S))) is None:
+        while (text := self._store.wait(key, wait_s)) is None:
+            wait_s = min(2 * wait_s, self._timeout_s / 4, _LONGEST_WAIT_S)
             self.find_outcome()
-            latest = self._store.read(self._sign(process))
-            if latest != sign:
-                sign, since = latest, time.monotonic()
+            signs = self._store.list(_signs(process))
+            # Where it was seen last says more than that it has gone on.
+            seen = signs or seen
+            if signs.get(self._sign(process)) != sign:
+                sign, since = signs.get(self._sign(process)), time.monotonic()
             elif time.monotonic() - since >= self._timeout_s:
-                raise self._nothing_heard(process)
+                raise self._nothing_heard(process, seen)
         return text
 
     def _tell(self, error: BaseException) -> None:
@@ -176,31 +184,31 @@ class Round:
         alike = {NoCandidateError.__name__: NoCandidateError, AgreementError.__name__: AgreementError}
         if type in alike:
             return alike[type](message)
-        return AgreementError(f"process {process} could not tune {self._topic.words}: {type}: {message}")
+        words = f"{type}: {message}" if message else type
+        return AgreementError(f"process {process} could not tune [{self._topic.words}]: {words}")
 
-    def _nothing_heard(self, process: int) -> AgreementError:
+    def _nothing_heard(self, process: int, seen: Mapping[str, str]) -> AgreementError:
         return AgreementError(
-            f"process {self._store.process} waited {self._timeout_s:g} s for process {process} to tune "
-            f"{self._topic.words}, and heard nothing from it. {self._whereabouts(process)} Every process must make "
-            "the same tuned calls: let all make this one, or give its hyperparameters in the call, so that it is not "
-            "tuned. If that process is only late, raise CONFIG.agreement_timeout_s."
+            f"process {self._store.process} waited {self._timeout_s:g} s for process {process} to tune together "
+            f"[{self._topic.words}]. {self._whereabouts(process, seen)} Every process must make the same tuned calls: "
+            "let all make this one, or give its hyperparameters in the call, so that it is not tuned. If that process "
+            "is only late, raise CONFIG.agreement_timeout_s."
         )
 
-    def _whereabouts(self, process: int) -> str:
-        signs = self._store.list(_signs(process))
-        calls = sorted({text.partition(" ")[2] for text in signs.values()})
-        if self._sign(process) in signs:
-            return "Its signs of life have stopped: it has ended, or hangs."
+    def _whereabouts(self, process: int, seen: Mapping[str, str]) -> str:
+        calls = sorted({text.partition(" ")[2] for text in seen.values()})
+        if self._sign(process) in seen:
+            return "It came, but gives no more signs of life: it has ended, or hangs."
         if self._topic.words in calls:
-            return "It waits at a call that reads the same, but whose function, grid or static values differ."
+            return "It came to a call that reads the same, but whose function, grid or static values differ."
         if calls:
-            return f"It waits at another call: {', and at '.join(calls)}."
-        return "It is at no tuned call: it went another way, is late, or has ended."
+            return f"It came to another call: {' and '.join(f'[{call}]' for call in calls)}."
+        return "It came to no tuned call: it went another way, is late, or has ended."
 
     def _out_of_reach(self, error: OutOfReachError) -> AgreementError:
         return AgreementError(
             f"process {self._store.process} cannot reach the coordinator of jax.distributed, which process {LEADER} "
-            f"runs, to tune {self._topic.words}: {error}. That process may have ended; see what it printed last."
+            f"runs, to tune [{self._topic.words}]: {error}. That process may have ended; see what it printed last."
         )
 
 

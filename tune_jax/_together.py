@@ -75,8 +75,8 @@ def find_span(call: Call, given: Sequence[Any]) -> str | None:
     if not spanning:
         return None
     return (
-        f"{' and '.join(spanning)} lie on devices of several processes, and a program that all must launch together is "
-        "not timed; give the call its hyperparameters, such as those that .tune finds for jax.ShapeDtypeStructs"
+        f"devices of several processes hold {' and '.join(spanning)}, and programs that all must launch together are "
+        "not timed (give the call its hyperparameters, such as those that .tune finds for jax.ShapeDtypeStructs)"
     )
 
 
