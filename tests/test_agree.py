@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tune_jax._agree import OutOfReachError, Round, Topic
+from tune_jax._agree import Round, Topic
 from tune_jax._errors import AgreementError, NoCandidateError
 
 TOPIC = Topic("a1/0/0", "f(x)")
@@ -18,64 +18,9 @@ SHORT_S = 0.3
 LONG_S = 30.0
 
 
-class Shelf:
-    """What all stores of a job share."""
-
-    def __init__(self, processes: int) -> None:
-        self.processes = processes
-        self.texts: dict[str, str] = {}
-        self.changed = threading.Condition()
-
-
-class ShelfStore:
-    """The store as one process sees it; `is_cut` puts it out of reach."""
-
-    def __init__(self, shelf: Shelf, process: int) -> None:
-        self.shelf = shelf
-        self.process = process
-        self.processes = shelf.processes
-        self.is_cut = False
-
-    def put(self, key: str, text: str) -> None:
-        with self.reached():
-            self.shelf.texts[key] = text
-            self.shelf.changed.notify_all()
-
-    def put_once(self, key: str, text: str) -> bool:
-        with self.reached():
-            written = key not in self.shelf.texts
-            self.shelf.texts.setdefault(key, text)
-            self.shelf.changed.notify_all()
-            return written
-
-    def read(self, key: str) -> str | None:
-        with self.reached():
-            return self.shelf.texts.get(key)
-
-    def wait(self, key: str, seconds: float) -> str | None:
-        with self.reached():
-            self.shelf.changed.wait_for(lambda: key in self.shelf.texts, seconds)
-            return self.shelf.texts.get(key)
-
-    def list(self, folder: str) -> dict[str, str]:
-        with self.reached():
-            return {key: text for key, text in self.shelf.texts.items() if key.startswith(f"{folder}/")}
-
-    def delete(self, folder: str) -> None:
-        with self.reached():
-            for key in [key for key in self.shelf.texts if key == folder or key.startswith(f"{folder}/")]:
-                del self.shelf.texts[key]
-
-    def reached(self) -> threading.Condition:
-        if self.is_cut:
-            raise OutOfReachError("connection refused")
-        return self.shelf.changed
-
-
 @pytest.fixture
-def stores() -> list[ShelfStore]:
-    shelf = Shelf(3)
-    return [ShelfStore(shelf, process) for process in range(3)]
+def stores(make_stores) -> list[Any]:
+    return make_stores(3)
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +31,7 @@ def no_threads_left() -> Iterator[None]:
     assert left == []
 
 
-def in_round(store: ShelfStore, action: Callable[[Round], Any], topic: Topic = TOPIC, timeout_s: float = LONG_S) -> Any:
+def in_round(store: Any, action: Callable[[Round], Any], topic: Topic = TOPIC, timeout_s: float = LONG_S) -> Any:
     with Round(store, topic, timeout_s=timeout_s) as round:
         return action(round)
 
@@ -120,10 +65,10 @@ def test_what_one_says_another_hears_before_and_after(stores):
 def test_the_others_are_heard_by_process(stores):
     heard = run_all(
         lambda: in_round(stores[0], lambda round: round.hear_others("here")),
-        lambda: in_round(stores[1], lambda round: (round.say("here", "b"), round.hear("end", 2))[1]),
-        lambda: in_round(stores[2], lambda round: (round.say("here", "c"), round.say("end", "e"))[1]),
+        lambda: in_round(stores[1], lambda round: round.say("here", "b")),
+        lambda: in_round(stores[2], lambda round: round.say("here", "c")),
     )
-    assert heard == [{1: "b", 2: "c"}, "e", None]
+    assert heard == [{1: "b", 2: "c"}, None, None]
 
 
 def test_rounds_of_other_topics_do_not_mix(stores):
@@ -139,7 +84,7 @@ def test_rounds_of_other_topics_do_not_mix(stores):
 
 
 def test_all_see_the_outcome(stores):
-    def follow(store: ShelfStore) -> str:
+    def follow(store: Any) -> str:
         return in_round(store, lambda round: round.hear_outcome())
 
     outcomes = run_all(
@@ -235,6 +180,15 @@ def test_a_round_knows_that_it_failed_by_anothers_error(stores):
     round = Round(stores[0], TOPIC, timeout_s=LONG_S)
     with pytest.raises(AgreementError), round:
         round.find_outcome()
+    assert round.has_failed is True
+
+
+def test_a_round_knows_that_it_failed_if_both_had_an_error(stores):
+    with pytest.raises(OSError, match="disk"):
+        in_round(stores[1], fail(OSError("disk")))
+    round = Round(stores[0], TOPIC, timeout_s=LONG_S)
+    with pytest.raises(ValueError, match="own"), round:
+        raise ValueError("own")
     assert round.has_failed is True
 
 

@@ -170,12 +170,12 @@ class Round:
     def _tell(self, error: BaseException) -> None:
         """Make an error the outcome, unless there is one."""
         told = {"process": self._store.process, "type": type(error).__name__, "message": str(error)}
-        self.has_failed |= self._store.put_once(self._outcome, json.dumps({"error": told}))
+        self._store.put_once(self._outcome, json.dumps({"error": told}))
+        self.has_failed = "error" in json.loads(self._store.read(self._outcome) or "{}")
 
     def _read_outcome(self, packed: str) -> str:
         outcome = json.loads(packed)
         if "error" in outcome:
-            self.has_failed = True
             raise self._told_error(**outcome["error"])
         return str(outcome["text"])
 

@@ -30,11 +30,6 @@ def lasting_text(value: Any) -> str:
     return _say(value, ())
 
 
-def without_places(text: str) -> str:
-    """`text` without memory addresses and ids of devices."""
-    return _PLACES.sub("", text)
-
-
 def _say(value: Any, above: tuple[int, ...]) -> str:
     if id(value) in above:
         return "what it is part of"
@@ -57,7 +52,7 @@ def _own_words(value: Any) -> str:
         return f"{dict(value.shape)} {value.axis_types}"
     if isinstance(value, types.ModuleType):
         return value.__name__
-    return "" if _parts_say_all(value) else without_places(repr(value))
+    return "" if _parts_say_all(value) else _PLACES.sub("", repr(value))
 
 
 def _parts_say_all(value: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from tune_jax._call import Call, without_hints
-from tune_jax._digest import lasting_text, without_places
+from tune_jax._digest import lasting_text
 from tune_jax._jax import ShapedArray, default_device_setting, settings
 from tune_jax._leaves import describe_aval
 
@@ -50,9 +50,7 @@ class Key:
         own = {name: getattr(tunable, name) for name in _TUNABLE_FIELDS}
         own |= {name: getattr(call, name) for name in _CALL_FIELDS}
         statics = [(name, static.value) for name, static in (*call.statics, *call.fixed)]
-        inputs = [str(aval) for aval in self.avals]
-        placement = [without_places(text) for text in self.placement]
-        return lasting_text((own, statics, inputs, placement, self.device, self.settings))
+        return lasting_text((own, statics, self.avals, self.placement, self.device, self.settings))
 
     def __str__(self) -> str:
         parts = [f"{self.call.tunable.name}({describe_arguments(self.call, self.avals)})"]
