@@ -448,6 +448,7 @@ def test_a_job_of_several_processes_has_a_client_that_keeps_texts(run_python, fi
         client, process, processes = _jax.distributed_client()
         client.key_value_set(f"here/{{process}}", "text")
         assert client.blocking_key_value_get(f"here/{{1 - own}}", 60_000) == "text"
+        client.wait_at_barrier("heard", 60_000)
         client.key_value_set(f"here/{{process}}", "more", allow_overwrite=True)
         print(process, processes, client.key_value_try_get(f"here/{{process}}"), len(client.key_value_dir_get("here")))
         client.wait_at_barrier("read", 60_000)
