@@ -26,8 +26,9 @@ _TUNABLE_FIELDS = (
     "in_shardings",
     "out_shardings",
     "kernel_filter",
+    "with_vjp",
 )
-_CALL_FIELDS = ("space", "names", "tree", "batches")
+_CALL_FIELDS = ("space", "names", "tree", "batches", "moving")
 
 
 @dataclasses.dataclass(frozen=True)
