@@ -7,6 +7,7 @@ import enum
 import functools
 import math
 import operator
+import time
 import types
 from typing import Any
 
@@ -31,6 +32,12 @@ class Number(enum.IntEnum):
 class Layout:
     width: int
     names: set[str]
+
+
+@dataclasses.dataclass
+class Noted:
+    width: int
+    note: object = dataclasses.field(default=None, compare=False)
 
 
 class Width:
@@ -79,6 +86,7 @@ SAME = {
     "partial": lambda: functools.partial(make(3), scale=2),
     "lambda": lambda: lambda x: x in {"a", "b", "c"},
     "dataclass": lambda: Layout(3, {"a", "b", "c"}),
+    "uncompared field": lambda: Noted(3, time.monotonic_ns()),
     "value": lambda: Width(3),
     "array": lambda: np.random.default_rng().standard_normal(4),
     "sharding": lambda: jax.NamedSharding(mesh(), jax.P("i")),

@@ -75,7 +75,8 @@ def _parts_of(value: Any) -> list[Any]:
     if isinstance(value, jax.sharding.SingleDeviceSharding):
         return [*value.device_set, value.memory_kind]
     if _is_data(value):
-        return [(field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value)]
+        compared = [field.name for field in dataclasses.fields(value) if field.compare]
+        return [(name, getattr(value, name, None)) for name in compared]
     if _has_only_values(value):
         return sorted(vars(value).items())
     inside = getattr(value, "__wrapped__", None)

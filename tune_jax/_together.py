@@ -59,8 +59,10 @@ def tune_together(store: Store, key: Key, call: Call, avals: Sequence[Any], give
     round = Round(store, topic, timeout_s=CONFIG.agreement_timeout_s)
     try:
         with round:
-            work = _lead if store.process == LEADER else _follow
-            text = round.find_outcome() or work(round, call, avals, given)
+            text = round.find_outcome()
+            if text is None:
+                work = _lead if store.process == LEADER else _follow
+                text = work(round, call, avals, given)
             results = _read_results(call, text)
     finally:
         attempts.failed += round.has_failed
