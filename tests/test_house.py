@@ -52,7 +52,7 @@ ROOMS = {
     "_digest": "jax numpy",
     "_agree": "",
     "_coordinator": "jax _agree _jax",
-    "_together": "_agree _call _jax _key _outline _results _session _shardings _space",
+    "_together": "_agree _call _jax _key _results _session _shardings _space",
     "_lookup": "jax _jax _build _call _coordinator _key _outline _results _session _together",
     "_session": "_build _call _inputs _jax _key _measure _outline _progress _rank _results _shardings",
     "_outline": "jax _jax _call _space _wrap",

@@ -166,12 +166,24 @@ def test_all_try_what_process_0_has_drawn(make_stores):
     assert [{row.id for row in found.rows} for found in results] == [drawn] * 3
 
 
+def test_a_sample_of_a_grid_too_large_to_list_is_drawn_alike(make_stores):
+    grid = {name: list(range(1000)) for name in "abcd"}
+
+    def pick(x: Any, *, a: int, b: int, c: int, d: int) -> Any:
+        return x * a + b * c - d
+
+    seeds = iter([1, 2])
+    first, second = ask_all(make_stores(2), each(2, lambda: tune(pick, grid, sample_num=2, seed=next(seeds))))
+    assert [row.hyperparams for row in first] == [row.hyperparams for row in second]
+    assert len(first) == 2
+
+
 def test_a_candidate_that_another_process_leaves_out_is_an_error_on_all(make_stores):
     def where(b: int) -> bool:
         return b > ROLE.process
 
     came = ask_all(make_stores(2), each(2, lambda: tune(scale, {"b": [1, 2]}, where=where)))
-    message = r"scale: process 0 tries candidates \[0\], which `where` leaves out here; let `where` say the same"
+    message = "scale: process 0 tries 2 candidates, and `where` leaves 1 here, of which 0 are others; let `where` say"
     for error in came:
         with pytest.raises(AgreementError, match=message):
             raise error

@@ -21,7 +21,6 @@ from tune_jax._config import CONFIG
 from tune_jax._errors import AgreementError, ArgumentError
 from tune_jax._jax import outside_traces
 from tune_jax._key import Key
-from tune_jax._outline import candidates_of
 from tune_jax._records import Candidate, Failure
 from tune_jax._results import Results
 from tune_jax._session import Session, finish_session, start_session
@@ -94,39 +93,49 @@ def _attempts_at(key: Key, digest: str) -> _Attempts:
 
 def _lead(round: Round, call: Call, avals: Sequence[Any], given: Sequence[Any]) -> str:
     round.hear_others("here")
-    candidates = candidates_of(call)
-    round.say("try", json.dumps([candidate.id for candidate in candidates]))
+    seed = call.tunable.seed
+    candidates = _draw(call, seed)
+    round.say("try", json.dumps({"seed": seed, "ids": [candidate.id for candidate in candidates]}))
     session = start_session(call, avals, given, candidates)
     for process, text in round.hear_others("failed").items():
         session.built.drop(_read_failures(text, process))
-    return round.conclude(_pack(finish_session(session).to_dict()))
+    return round.conclude(_pack({"seed": seed, "results": finish_session(session).to_dict()}))
 
 
 def _follow(round: Round, call: Call, avals: Sequence[Any], given: Sequence[Any]) -> str:
     round.say("here")
-    candidates = _pick(call, json.loads(round.hear("try", LEADER)))
+    candidates = _draw_alike(call, **json.loads(round.hear("try", LEADER)))
     session = start_session(call, avals, given, candidates)
     round.say("failed", _pack_failures(session))
     return round.hear_outcome()
 
 
-def _pick(call: Call, ids: Sequence[int]) -> list[Candidate]:
-    """The candidates that process 0 has drawn, which this one might not have."""
-    whole = list_candidates(call.space, fixed=call.fixed_values, where=call.tunable.where)
-    known = {candidate.id: candidate for candidate in whole}
-    if not known.keys() >= set(ids):
+def _draw(call: Call, seed: int) -> list[Candidate]:
+    asked = call.tunable
+    return list_candidates(
+        call.space, fixed=call.fixed_values, where=asked.where, sample_num=asked.sample_num, seed=seed
+    )
+
+
+def _draw_alike(call: Call, *, seed: int, ids: Sequence[int]) -> list[Candidate]:
+    """The candidates that process 0 has drawn with its seed."""
+    candidates = _draw(call, seed)
+    own = {candidate.id for candidate in candidates}
+    if own != set(ids):
         raise AgreementError(
-            f"{call.tunable.name}: process {LEADER} tries candidates {sorted(set(ids) - known.keys())}, which `where` "
-            "leaves out here; let `where` say the same on every process."
+            f"{call.tunable.name}: process {LEADER} tries {len(ids)} candidates, and `where` leaves {len(own)} here, "
+            f"of which {len(own - set(ids))} are others; let `where` say the same on every process."
         )
-    return [known[id] for id in ids]
+    return candidates
 
 
 def _read_results(call: Call, text: str) -> Results:
     """The results in a text; values of hyperparameters are this process's own, which a text may not hold."""
-    results = Results.from_dict(_unpack(text))
-    own = {candidate.id: candidate.hyperparams for candidate in _pick(call, [row.id for row in results.rows])}
-    rows = tuple(dataclasses.replace(row, hyperparams=dict(own[row.id])) for row in results.rows)
+    outcome = _unpack(text)
+    results = Results.from_dict(outcome["results"])
+    candidates = _draw_alike(call, seed=outcome["seed"], ids=[row.id for row in results.rows])
+    own = {candidate.id: dict(candidate.hyperparams) for candidate in candidates}
+    rows = tuple(dataclasses.replace(row, hyperparams=own[row.id]) for row in results.rows)
     return dataclasses.replace(results, rows=rows)
 
 
