@@ -5,9 +5,11 @@ from __future__ import annotations
 import concurrent.futures
 import logging
 import os
+import socket
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -113,3 +115,82 @@ def count_tunings(quick_tuning: None) -> Iterator[Callable[[], int]]:
     yield lambda: sum(line.startswith("tuned ") for line in lines)
     logger.setLevel(before)
     logger.removeHandler(handler)
+
+
+@pytest.fixture(scope="session")
+def find_port() -> Callable[[], int]:
+    """Find a port of this machine that nothing listens on."""
+
+    def find() -> int:
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            return int(free.getsockname()[1])
+
+    return find
+
+
+class Shelf:
+    """What all stores of a job share."""
+
+    def __init__(self, processes: int) -> None:
+        self.processes = processes
+        self.texts: dict[str, str] = {}
+        self.changed = threading.Condition()
+
+
+class ShelfStore:
+    """The store as one process sees it; `is_cut` puts it out of reach."""
+
+    def __init__(self, shelf: Shelf, process: int) -> None:
+        self.shelf = shelf
+        self.process = process
+        self.processes = shelf.processes
+        self.is_cut = False
+
+    def put(self, key: str, text: str) -> None:
+        with self.reached():
+            self.shelf.texts[key] = text
+            self.shelf.changed.notify_all()
+
+    def put_once(self, key: str, text: str) -> bool:
+        with self.reached():
+            written = key not in self.shelf.texts
+            self.shelf.texts.setdefault(key, text)
+            self.shelf.changed.notify_all()
+            return written
+
+    def read(self, key: str) -> str | None:
+        with self.reached():
+            return self.shelf.texts.get(key)
+
+    def wait(self, key: str, seconds: float) -> str | None:
+        with self.reached():
+            self.shelf.changed.wait_for(lambda: key in self.shelf.texts, seconds)
+            return self.shelf.texts.get(key)
+
+    def list(self, folder: str) -> dict[str, str]:
+        with self.reached():
+            return {key: text for key, text in self.shelf.texts.items() if key.startswith(f"{folder}/")}
+
+    def delete(self, folder: str) -> None:
+        with self.reached():
+            for key in [key for key in self.shelf.texts if key == folder or key.startswith(f"{folder}/")]:
+                del self.shelf.texts[key]
+
+    def reached(self) -> threading.Condition:
+        from tune_jax._agree import OutOfReachError
+
+        if self.is_cut:
+            raise OutOfReachError("connection refused")
+        return self.shelf.changed
+
+
+@pytest.fixture
+def make_stores() -> Callable[[int], list[ShelfStore]]:
+    """Make the stores of that many processes, which threads stand for."""
+
+    def make(processes: int) -> list[ShelfStore]:
+        shelf = Shelf(processes)
+        return [ShelfStore(shelf, process) for process in range(processes)]
+
+    return make

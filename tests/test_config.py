@@ -17,10 +17,11 @@ from tune_jax._errors import OptionError
 ROUNDS = ["profiling_samples", "max_rounds"]
 AMOUNTS = ["max_measure_s", "separation", "tie_tolerance"]
 FLAGS = ["allow_fallback_timing", "find_optimal_layouts_automatically"]
+SECONDS = ["agreement_timeout_s"]
 
 
 def test_every_setting_is_checked_here() -> None:
-    assert sorted(ROUNDS + AMOUNTS + FLAGS) == sorted(field.name for field in dataclasses.fields(Config))
+    assert sorted(ROUNDS + AMOUNTS + FLAGS + SECONDS) == sorted(field.name for field in dataclasses.fields(Config))
 
 
 @pytest.mark.parametrize("name", ROUNDS)
@@ -70,6 +71,19 @@ def test_what_is_no_flag_is_refused(value: Any) -> None:
         OptionError, match=r"allow_fallback_timing is .*; expected True or False, such as the default, T"
     ):
         Config().allow_fallback_timing = value
+
+
+@pytest.mark.parametrize("value", [1, 7200, 1.5, math.inf, np.float32(2)])
+def test_a_number_of_seconds_is_taken(value: Any) -> None:
+    config = Config()
+    config.agreement_timeout_s = value
+    assert config.agreement_timeout_s == value
+
+
+@pytest.mark.parametrize("value", [0, 0.9, -1, math.nan, "60", None, True])
+def test_what_is_no_number_of_seconds_is_refused(value: Any) -> None:
+    with pytest.raises(OptionError, match=r"expected a number of seconds, at least 1, such as the default, 300\.0"):
+        Config().agreement_timeout_s = value
 
 
 def test_a_setting_that_there_is_not_is_refused_with_those_there_are() -> None:

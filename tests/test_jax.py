@@ -504,6 +504,48 @@ def test_a_lowering_for_a_mesh_without_devices_has_none(double, explicit):
     assert found == [()]
 
 
+# Several processes
+
+
+def test_a_process_alone_has_no_client():
+    assert _jax.distributed_client() is None
+
+
+def test_a_job_of_one_process_has_no_client_either(run_python, find_port):
+    done = run_python(
+        f"""
+        import jax
+        jax.distributed.initialize("localhost:{find_port()}", 1, 0)
+        from tune_jax import _jax
+        print(_jax.distributed_client())
+        """
+    )
+    assert done.stdout.strip() == "None"
+
+
+def test_a_job_of_several_processes_has_a_client_that_keeps_texts(run_python, find_port, background):
+    port = find_port()
+    code = f"""
+        import os
+        import jax
+        from tune_jax import _jax
+        own = int(os.environ["PROCESS"])
+        jax.distributed.initialize("localhost:{port}", 2, own)
+        client, process, processes = _jax.distributed_client()
+        client.key_value_set(f"here/{{process}}", "text")
+        assert client.blocking_key_value_get(f"here/{{1 - own}}", 60_000) == "text"
+        client.wait_at_barrier("heard", 60_000)
+        client.key_value_set(f"here/{{process}}", "more", allow_overwrite=True)
+        print(process, processes, client.key_value_try_get(f"here/{{process}}"), len(client.key_value_dir_get("here")))
+        client.wait_at_barrier("read", 60_000)
+        client.key_value_delete(f"here/{{process}}")
+        client.wait_at_barrier("deleted", 60_000)
+        print(client.key_value_dir_get("here"))
+    """
+    running = [background.submit(run_python, code, PROCESS=process) for process in "01"]
+    assert [each.result().stdout for each in running] == ["0 2 more 2\n[]\n", "1 2 more 2\n[]\n"]
+
+
 # Importing
 
 

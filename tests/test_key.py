@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import dataclasses
+import time
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +13,15 @@ from jax.sharding import AxisType
 
 from tune_jax import tune
 from tune_jax._binding import make_call
+from tune_jax._call import Batch, Call, with_batch
 from tune_jax._jax import trace_context
-from tune_jax._key import default_device, describe_aval, device_of, on_device
+from tune_jax._key import _CALL_FIELDS, _TUNABLE_FIELDS, default_device, describe_aval, device_of, on_device
 from tune_jax._lookup import key_of
 from tune_jax._placement import MeshShape, Placement
+from tune_jax._records import Tunable
 
 X = np.arange(4, dtype=np.float32)
+MESH = jax.make_mesh((2,), ("i",), devices=jax.devices()[:2])
 
 
 def scale(x, mode="plain", *, b, c=1):
@@ -105,17 +108,103 @@ def test_a_digest_is_short_and_fit_for_a_file_name():
     assert key(X).digest.isalnum()
 
 
-def test_a_digest_is_the_same_in_a_fresh_process():
-    script = (
-        "import numpy as np, jax\nfrom tune_jax import tune\n"
-        "from tune_jax._binding import make_call\nfrom tune_jax._lookup import key_of\n"
-        "def scale(x, mode='plain', *, b, c=1): return x * b\n"
-        "tuned = tune(scale, {'b': [1, 2], 'c': [1, 2]})\n"
-        "call, inputs = make_call(tuned._tunable, (np.arange(4.0, dtype='f4'),), {})\n"
-        "print(key_of(call, [jax.typeof(v) for v in inputs], inputs).digest)"
-    )
-    printed = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout
-    assert printed.strip() == key(X).digest
+PROBE = """
+    import jax, numpy as np
+    from tune_jax import tune
+    from tune_jax._binding import make_call
+    from tune_jax._lookup import key_of
+
+    class Thing:
+        pass
+
+    def scale(x, tree, act=jax.nn.relu, *, b, c=1):
+        return x * b if c in {"a", "b", "c"} else x
+
+    tuned = tune(scale, {"b": [abs, Thing], "c": [1, 2]}, where=lambda b, c: c != 3)
+    x = np.arange(4.0, dtype="f4")
+    call, inputs = make_call(tuned._tunable, (x, {"s": {"a", "b", "c"}, "t": Thing, "x": x}), {})
+    print(key_of(call, [jax.typeof(value) for value in inputs], inputs).digest)
+"""
+
+
+def test_a_digest_is_the_same_in_processes_with_other_addresses_and_hash_seeds(run_python):
+    digests = {run_python(PROBE, PYTHONHASHSEED=seed).stdout for seed in ("0", "1", "2")}
+    assert len(digests) == 1
+
+
+def twin():
+    def scale(x, mode="plain", *, b, c=1):
+        return x * b
+
+    return scale
+
+
+@pytest.mark.parametrize(
+    ("make", "args", "kwargs"),
+    [
+        (lambda: TUNED, (X,), {}),
+        (lambda: tune(twin(), {"b": [1, 2]}), (X, twin()), {}),
+        (lambda: tune(twin(), {"b": [1, 2]}, where=lambda b: b < 3), (X,), {"c": object}),
+        (lambda: tune(twin(), {"b": [1, 2]}, example_args=((X, {"a": X}),)), ((X, {"a": X}),), {}),
+        (lambda: tune(twin(), {"b": [1, 2]}, seed=time.monotonic_ns(), max_workers=1, progress=False), (X,), {"c": 2}),
+    ],
+    ids=["same", "function made anew", "predicate made anew", "tree", "what changes no program"],
+)
+def test_like_calls_of_like_functions_have_the_same_digest(make, args, kwargs):
+    assert key(*args, tuned=make(), **kwargs).digest == key(*args, tuned=make(), **kwargs).digest
+
+
+def plus(x, mode="plain", *, b, c=1):
+    return x + b
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: key(X[:3]),
+        lambda: key(X.astype(np.float16)),
+        lambda: key(X, "other"),
+        lambda: key(X, b=1),
+        lambda: key(X, b=True),
+        lambda: key([X]),
+        lambda: key((X,)),
+        lambda: key(X, tuned=tune(plus, {"b": [1, 2], "c": [1, 2]})),
+        lambda: key(X, tuned=tune(scale, {"b": [1, 3], "c": [1, 2]})),
+        lambda: key(X, tuned=tune(scale, {"b": [1, 2], "c": [1, 2]}, where=lambda b: b > 0)),
+        lambda: key(X, tuned=tune(scale, {"b": [1, 2], "c": [1, 2]}, sample_num=2)),
+        lambda: key(X, tuned=tune(scale, {"b": [1, 2], "c": [1, 2]}, in_shardings=jax.NamedSharding(MESH, jax.P("i")))),
+        lambda: key(X, tuned=tune(scale, {"b": [1, 2], "c": [1, 2]}, event_filter_regex="mul")),
+        lambda: key(X, tuned=tune(jax.jit(scale, donate_argnums=0), {"b": [1, 2], "c": [1, 2]})),
+        lambda: key(jax.device_put(X, jax.NamedSharding(MESH, jax.P("i")))),
+        lambda: dataclasses.replace(key(X), device="another"),
+        lambda: dataclasses.replace(key(X), call=with_batch(key(X).call, Batch((0,), 4, None, None))),
+    ],
+)
+def test_what_makes_another_tuning_makes_another_digest(other):
+    assert other().digest != key(X).digest
+
+
+def test_settings_make_other_digests():
+    with jax.default_matmul_precision("highest"):
+        precise = key(X).digest
+    assert precise != key(X).digest
+
+
+def test_every_field_is_in_the_digest_or_left_out_on_purpose():
+    apart = {
+        "signature",
+        "space",
+        "seed",
+        "example_args",
+        "example_kws",
+        "max_workers",
+        "progress",
+        "keep_trace",
+        "state",
+    }
+    assert {field.name for field in dataclasses.fields(Tunable)} == apart | set(_TUNABLE_FIELDS)
+    apart = {"tunable", "paths", "statics", "fixed", "hints"}
+    assert {field.name for field in dataclasses.fields(Call)} == apart | set(_CALL_FIELDS)
 
 
 @pytest.mark.parametrize(

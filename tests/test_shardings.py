@@ -15,7 +15,7 @@ from tune_jax._binding import make_call
 from tune_jax._build import programs, threads
 from tune_jax._call import Batch, with_batch
 from tune_jax._errors import OptionError
-from tune_jax._shardings import input_shardings, layout_options, output_shardings, placed_inputs
+from tune_jax._shardings import input_shardings, layout_options, output_shardings, placed_inputs, spanning_arguments
 
 X = np.arange(8, dtype=np.float32)
 
@@ -145,6 +145,29 @@ def test_only_committed_inputs_are_lowered_for_where_they_are(split):
 
 
 # In calls
+
+
+class Abroad(jax.sharding.Sharding):
+    """Stands for a sharding over devices of several processes, of which a test has one."""
+
+    is_fully_addressable = False
+
+    def check_compatible_aval(self, shape):
+        """Fits everything."""
+
+
+def struct(sharding):
+    return jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=sharding)
+
+
+def test_what_this_process_holds_spans_no_others(split):
+    call = call_of(lambda x, y, z, *, b: x, X, X, X, in_shardings=(None, split, None), out_shardings=split)
+    assert spanning_arguments(call, [jax.typeof(X)] * 3, [X, None, struct(split)]) == []
+
+
+def test_inputs_and_options_that_span_processes_are_named(split):
+    call = call_of(lambda x, y, z, *, b: x, X, X, X, in_shardings=(None, Abroad(), split), out_shardings=(Abroad(),))
+    assert spanning_arguments(call, [jax.typeof(X)] * 3, [X, None, struct(Abroad())]) == ["y", "z", "out_shardings"]
 
 
 def test_a_call_runs_on_the_devices_of_in_shardings(split, count_tunings):

@@ -24,6 +24,7 @@ class Config:
       find_optimal_layouts_automatically: while tuning, let XLA choose the memory layout of each candidate's inputs, so
         that no candidate is timed with copies that another layout would save. The winner takes its inputs in
         whatever layout the program around it gives them.
+      agreement_timeout_s: under `jax.distributed`, seconds to wait for a process that gives no sign of life.
     """
 
     profiling_samples: int = 3
@@ -33,6 +34,7 @@ class Config:
     tie_tolerance: float = 0.005
     allow_fallback_timing: bool = True
     find_optimal_layouts_automatically: bool = False
+    agreement_timeout_s: float = 300.0
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in _TAKES:
@@ -59,6 +61,7 @@ _TAKES: dict[str, tuple[Any, int, str]] = {
     "tie_tolerance": _AMOUNT,
     "allow_fallback_timing": _FLAG,
     "find_optimal_layouts_automatically": _FLAG,
+    "agreement_timeout_s": (numbers.Real, 1, "a number of seconds, at least 1"),
 }
 
 CONFIG = Config()

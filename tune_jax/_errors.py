@@ -31,6 +31,10 @@ class NoCandidateError(TuneError, ValueError):
     """Every candidate failed."""
 
 
+class AgreementError(TuneError, RuntimeError):
+    """The processes of one job could not agree on a tuning."""
+
+
 class ProfileError(TuneError, RuntimeError):
     """Device time could not be read from a trace."""
 

@@ -17,6 +17,7 @@ try:
     from jax._src import config as _config
     from jax._src import core as _core
     from jax._src import dispatch as _dispatch
+    from jax._src import distributed as _distributed
     from jax._src import dtypes as _dtypes
     from jax._src import mesh as _mesh
     from jax._src import profiler as _profiler
@@ -323,3 +324,11 @@ def _named_parameters(function: Any, names_field: str, numbers_field: str) -> fr
     # One of *args cannot be said by name, and the name would mean all of them.
     named = {parameter.name for parameter in numbered if parameter.kind is not parameter.VAR_POSITIONAL}
     return frozenset(getattr(info, names_field)) | named
+
+
+def distributed_client() -> tuple[Any, int, int] | None:
+    """The coordinator's client, this process's number and how many there are; None where this one is alone."""
+    state = _distributed.global_state
+    if state.client is None or (state.num_processes or 1) < 2:
+        return None
+    return state.client, state.process_id, state.num_processes

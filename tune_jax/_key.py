@@ -11,9 +11,26 @@ from typing import Any
 import jax
 
 from tune_jax._call import Call, without_hints
+from tune_jax._digest import lasting_text
 from tune_jax._jax import ShapedArray, default_device_setting, settings
 from tune_jax._leaves import describe_aval
 from tune_jax._placement import Placement, mesh_devices
+
+# What a digest goes by. Not the examples, which are data, nor the seed, nor what changes no program.
+_TUNABLE_FIELDS = (
+    "function",
+    "name",
+    "where",
+    "sample_num",
+    "static_names",
+    "donated_names",
+    "compiler_options",
+    "in_shardings",
+    "out_shardings",
+    "kernel_filter",
+    "with_vjp",
+)
+_CALL_FIELDS = ("space", "names", "tree", "batches", "moving", "mesh")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,8 +45,15 @@ class Key:
 
     @property
     def digest(self) -> str:
-        """Hexadecimal digest of the readable form."""
-        return hashlib.sha256(str(self).encode()).hexdigest()[:32]
+        """Hexadecimal digest of what the key says, equal in every process that runs the same program."""
+        return hashlib.sha256(self._lasting_text().encode()).hexdigest()[:32]
+
+    def _lasting_text(self) -> str:
+        tunable, call = self.call.tunable, self.call
+        own = {name: getattr(tunable, name) for name in _TUNABLE_FIELDS}
+        own |= {name: getattr(call, name) for name in _CALL_FIELDS}
+        statics = [(name, static.value) for name, static in (*call.statics, *call.fixed)]
+        return lasting_text((own, statics, self.avals, self.placement, self.device, self.settings))
 
     def __str__(self) -> str:
         names = self.call.input_names

@@ -15,6 +15,7 @@ from tune_jax._alone import Alone, stand_alone, with_names
 from tune_jax._build.gate import GATE
 from tune_jax._call import Call
 from tune_jax._config import CONFIG
+from tune_jax._coordinator import find_coordinator
 from tune_jax._errors import NoCandidateError
 from tune_jax._failure import summarise
 from tune_jax._inputs import values_in_key
@@ -25,6 +26,7 @@ from tune_jax._records import Candidate, Tunable
 from tune_jax._results import Results, make_results
 from tune_jax._session import run_session
 from tune_jax._shardings import trial_shardings
+from tune_jax._together import find_span, tune_together
 
 
 @dataclasses.dataclass(eq=False)
@@ -75,8 +77,8 @@ def find_winner(
         return choices[0]
     wanted = platforms or [default_device().platform]
     with _on_platform(wanted, devices) as here:
-        unknown = f"no {' or '.join(wanted)} device is here to tune on"
-        alone = stand_alone(call, avals, devices) if here else Alone(call, tuple(avals), unknown)
+        obstacle = _find_obstacle(call, avals, given) if here else f"no {' or '.join(wanted)} device is here to tune on"
+        alone = Alone(call, tuple(avals), obstacle) if obstacle else stand_alone(call, avals, devices)
         if alone.obstacle is None:
             results = _tune_alone(alone, given, devices)
             return outline(call, avals).first if results is None else _as_candidate(results)
@@ -94,8 +96,11 @@ def tune_once(call: Call, avals: Sequence[Any], given: Sequence[Any]) -> Results
     None where this thread is tuning this key already, or cannot wait for it: a program being timed calls it back, or
     the thread that is tuning it waits, by way of others perhaps, for one that this thread is tuning.
 
+    Under `jax.distributed` every process must ask for them, and all get those of process 0.
+
     Raises:
       NoCandidateError: every candidate failed; the latest results then show how.
+      AgreementError: another process does not ask for them, has ended, or had an error of its own.
     """
     memory = memory_of(call.tunable)
     key = key_of(call, avals, given)
@@ -111,7 +116,8 @@ def tune_once(call: Call, avals: Sequence[Any], given: Sequence[Any]) -> Results
         else:
             return memory.results[key]
     try:
-        results = run_session(call, avals, given)
+        store = find_coordinator()
+        results = run_session(call, avals, given) if store is None else tune_together(store, key, call, avals, given)
         if not results.timed:
             memory.latest = results
             raise NoCandidateError(summarise({row.id: row.failure for row in results.rows if row.failure}))
@@ -173,6 +179,10 @@ def _is_called_back(call: Call) -> bool:
         stacklevel=2,
     )
     return True
+
+
+def _find_obstacle(call: Call, avals: Sequence[Any], given: Sequence[Any]) -> str | None:
+    return None if find_coordinator() is None else find_span(call, avals, given)
 
 
 @contextlib.contextmanager

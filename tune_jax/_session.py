@@ -46,6 +46,19 @@ class Measured:
     warnings: tuple[str, ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class Session:
+    """A tuning whose candidates are built and have run once each; they are not timed yet."""
+
+    call: Call
+    avals: Sequence[Any]
+    candidates: Sequence[Candidate]
+    inputs: Sequence[Any]
+    device: Any
+    built: Built
+    started_s: float
+
+
 def run_session(call: Call, avals: Sequence[Any], given: Sequence[Any]) -> Results:
     """Compile, run, time and rank every candidate of `call`. `given` holds the inputs that are known, else None.
 
@@ -55,27 +68,38 @@ def run_session(call: Call, avals: Sequence[Any], given: Sequence[Any]) -> Resul
       NoCandidateError: no candidate can be traced.
       ExampleError: the example arguments do not fit the call.
     """
-    started = time.perf_counter()
+    return finish_session(start_session(call, avals, given, candidates_of(call)))
+
+
+def start_session(call: Call, avals: Sequence[Any], given: Sequence[Any], candidates: Sequence[Candidate]) -> Session:
+    """Compile these candidates and run each once. Raises as `run_session` does."""
+    started_s = time.perf_counter()
     with outside_traces():
-        candidates = candidates_of(call)
         values = known_values(call, avals, given)
         shardings = trial_shardings(call, avals, values)
         device = device_of(shardings)
         with on_device(device):
             inputs = collect_inputs(call, avals, values, shardings) + _make_cotangents(call, avals)
             built = _build_all(call, avals, candidates, inputs)
-            measured = _measure_all(call, built, inputs, device.platform)
+    return Session(call, avals, candidates, inputs, device, built, started_s)
+
+
+def finish_session(session: Session) -> Results:
+    """Time and rank what has been built."""
+    call, built, device = session.call, session.built, session.device
+    with outside_traces(), on_device(device):
+        measured = _measure_all(call, built, session.inputs, device.platform)
     for program_id, failure in measured.failures.items():
         built.fail(program_id, failure)
     results = make_results(
         function=call.tunable.name,
-        call=describe_arguments(call, avals),
-        candidates=candidates,
+        call=describe_arguments(call, session.avals),
+        candidates=session.candidates,
         samples={key: sample for key, sample in measured.samples.items() if key not in built.failures},
         failures=built.failures,
         groups=built.groups,
         device_kind=device.device_kind,
-        wall_s=time.perf_counter() - started,
+        wall_s=time.perf_counter() - session.started_s,
         separation=CONFIG.separation,
         warnings=measured.warnings,
     )

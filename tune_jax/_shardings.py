@@ -115,6 +115,18 @@ def _batched(sharding: Any, batch: tuple[int | None, Any]) -> Any:
     return jax.sharding.NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
 
 
+def spanning_arguments(call: Call, avals: Sequence[Any], values: Sequence[Any]) -> list[str]:
+    """The inputs, by name, and the options that lie on devices of several processes."""
+    given = map(_committed_sharding, values)
+    places = zip(call.input_names, trial_shardings(call, avals, values), given, strict=True)
+    found = [name for name, *shardings in places if any(map(_spans, shardings))]
+    return found + ["out_shardings"] * any(map(_spans, jax.tree.leaves(output_shardings(call))))
+
+
+def _spans(sharding: Any) -> bool:
+    return isinstance(sharding, jax.sharding.Sharding) and not sharding.is_fully_addressable
+
+
 def _committed_sharding(value: Any) -> Any:
     if isinstance(value, jax.ShapeDtypeStruct):
         is_abstract = isinstance(getattr(value.sharding, "mesh", None), jax.sharding.AbstractMesh)

@@ -317,3 +317,29 @@ def test_usable_cores_where_no_affinity_can_be_asked(monkeypatch: pytest.MonkeyP
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 5)
     assert usable_cores() == 5
+
+
+# Failures from elsewhere
+
+
+def test_a_candidate_that_failed_elsewhere_goes_with_all_that_share_its_program() -> None:
+    def lower_in_pairs(candidate: Candidate) -> Lowering:
+        return dataclasses.replace(lower_all_apart(candidate), text=f"text {candidate.id // 2}")
+
+    built = run_build(list_candidates(6), lower_in_pairs)
+    failure = Failure("run", "MemoryError", "on process 1: full")
+    built.drop({next(id for id, shared in built.groups.items() if id != shared and id < 2): failure})
+    assert built.failures == {0: failure, 1: failure}
+    assert {program.id // 2 for program in built.programs} == {1, 2}
+
+
+def test_a_candidates_own_failure_stays_where_it_failed_elsewhere_too() -> None:
+    def lower(candidate: Candidate) -> Lowering:
+        if candidate.id == 1:
+            raise ValueError("own")
+        return lower_all_apart(candidate)
+
+    built = run_build(list_candidates(3), lower)
+    built.drop({0: Failure("run", "OSError", "foreign"), 1: Failure("run", "OSError", "foreign")})
+    assert {key: failure.message for key, failure in built.failures.items()} == {0: "foreign", 1: "own"}
+    assert [program.id for program in built.programs] == [2]

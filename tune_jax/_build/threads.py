@@ -8,7 +8,7 @@ import functools
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from tune_jax._build.gate import GATE
 from tune_jax._build.programs import Lowering, Program, compile_program
@@ -34,6 +34,13 @@ class Built:
     def fail(self, program_id: int, failure: Failure) -> None:
         """Record a failure for every candidate that shares a program."""
         self.failures |= {member: failure for member, shared in self.groups.items() if shared == program_id}
+
+    def drop(self, failures: Mapping[int, Failure]) -> None:
+        """Take out candidates that failed elsewhere, with all that share their programs."""
+        for candidate_id, failure in failures.items():
+            if candidate_id not in self.failures:
+                self.fail(self.groups[candidate_id], failure)
+        self.programs = [program for program in self.programs if program.id not in self.failures]
 
 
 def build(
