@@ -25,13 +25,16 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 PUBLIC_NAMES = {
     "CONFIG",
     "Failure",
+    "ProgramResults",
     "Results",
     "TuneError",
+    "TunedCall",
     "TunedFunction",
     "logger",
     "tabulate",
     "to_df",
     "tune",
+    "tune_all",
     "tune_logger",
 }
 
@@ -39,7 +42,7 @@ PUBLIC_NAMES = {
 # The longest name that fits a module decides. `jax.profiler` allows that module of jax and no other.
 LEAVES = {"_records", "_errors", "_config", "_failure"}
 ROOMS = {
-    "": "_tune _function _session _results _report",
+    "": "_tune _function _program _session _results _report",
     "_tune": "jax _jax _function _space",
     "_function": "jax _jax _binding _call _entry _leaves _lookup _primitive _results",
     "_entry": "jax _jax _binding _call _leaves _primitive _shardings",
@@ -47,11 +50,14 @@ ROOMS = {
     "_call": "jax _jax _leaves",
     "_leaves": "jax numpy _jax",
     "_shardings": "jax _jax _call",
-    "_primitive": "jax _jax _call _leaves _lookup _outline _wrap",
+    "_primitive": "jax _jax _call _leaves _lookup _outline _recording _wrap",
+    "_program": "_jax _key _lookup _progress _recording _results _survey",
+    "_survey": "jax numpy _jax _outline _primitive _recording _wrap",
+    "_recording": "jax _jax _call",
     "_key": "jax _jax _call _leaves",
-    "_lookup": "jax _jax _build _call _key _outline _results _session",
+    "_lookup": "jax _jax _build _call _key _outline _recording _results _session",
     "_session": "_build _call _inputs _jax _key _measure _outline _progress _rank _results _shardings",
-    "_outline": "jax _jax _call _space _wrap",
+    "_outline": "jax _jax _call _recording _space _wrap",
     "_space": "numpy",
     "_wrap": "jax numpy _jax _call",
     "_inputs": "jax ml_dtypes numpy _jax _call _leaves",

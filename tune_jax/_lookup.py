@@ -19,6 +19,7 @@ from tune_jax._failure import summarise
 from tune_jax._jax import axis_names, outside_traces
 from tune_jax._key import Key, default_device, describe_arguments, describe_placement, device_of, make_key
 from tune_jax._outline import UNTRACEABLE, Untraceable, can_be_traced, candidates_of, outline
+from tune_jax._recording import Recording, current_recording
 from tune_jax._records import Candidate, Tunable
 from tune_jax._results import Results, make_results
 from tune_jax._session import run_session
@@ -59,13 +60,16 @@ def find_winner(
     """Return the candidate that this call shall run, tuning if nobody has.
 
     A call with nothing to choose is not tuned. One that cannot be run here takes the first candidate, with a warning.
-    A thread that meets a key which it is tuning already takes the first candidate too.
+    A thread that meets a key which it is tuning already takes the first candidate too. While a program is recorded,
+    nothing is tuned, and the first candidate stands in for a winner that is not known.
     """
     if call.fixed and len(choices := candidates_of(call)) == 1:
         return choices[0]
     wanted = platforms or [default_device().platform]
     with _on_platform(wanted) as here:
         obstacle = _find_obstacle(call, avals) if here else f"no {' or '.join(wanted)} device is here to tune on"
+        if (recording := current_recording()) is not None:
+            return _note(recording, call, avals, given, obstacle)
         if obstacle is None:
             results = tune_once(call, avals, given)
             return outline(call, avals).first if results is None else _as_candidate(results)
@@ -75,6 +79,15 @@ def find_winner(
         stacklevel=2,
     )
     return first
+
+
+def _note(
+    recording: Recording, call: Call, avals: Sequence[Any], given: Sequence[Any], obstacle: str | None
+) -> Candidate:
+    key = key_of(call, avals, given)
+    known = None if obstacle else memory_of(call.tunable).results.get(key)
+    found = outline(call, avals).first if known is None else _as_candidate(known)
+    return recording.note((key, obstacle), call, avals, given, found, obstacle)
 
 
 def tune_once(call: Call, avals: Sequence[Any], given: Sequence[Any]) -> Results | None:
