@@ -54,9 +54,11 @@ def tune_all(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Prog
     results: dict[Any, Results] = {}
     with covering_bar(f"tuning {program.name}") as show_steps:
         while new := _list_new(found := survey(program), results):
+            count = len(results) + len(new)
             for key in new:
-                show_steps(len(results), len(results) + len(new))
+                show_steps(len(results), count)
                 results[key] = _tune(found[key].note)
+            show_steps(count, count)
     came = ProgramResults(program.name, _list_calls(found, results))
     _warn_of_failures(came)
     return came

@@ -35,16 +35,16 @@ class Place:
 class Note:
     """A tuned call that was met: the values that its inputs have, where it was met, and what stands in for it.
 
-    `source` is the place in the user's code. `obstacle` says why the call cannot be tuned, None if it can.
+    `sources` are the places in the user's code. `obstacle` says why the call cannot be tuned, None if it can.
     """
 
     call: Call
     avals: tuple[Any, ...]
     given: tuple[Any, ...]
     around: Surroundings
-    source: Any
     stand_in: Candidate
     obstacle: str | None
+    sources: list[Any] = dataclasses.field(default_factory=list)
 
     @property
     def place(self) -> Place:
@@ -62,9 +62,8 @@ class Recording:
         self, key: Hashable, call: Call, avals: Sequence[Any], given: Sequence[Any], stand_in: Candidate, obstacle: Any
     ) -> Candidate:
         """Note a call, and return what stands in for it."""
-        if key not in self.notes:
-            inputs = tuple(avals), tuple(given)
-            self.notes[key] = Note(call, *inputs, surroundings(), current_source(), stand_in, obstacle)
+        fresh = Note(call, tuple(avals), tuple(given), surroundings(), stand_in, obstacle)
+        self.notes.setdefault(key, fresh).sources.append(current_source())
         return stand_in
 
 

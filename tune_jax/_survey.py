@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import inspect
 import math
 import os
 import types
@@ -22,7 +23,9 @@ from tune_jax._recording import Note, Place, recording
 from tune_jax._records import Failure
 from tune_jax._wrap import wrap
 
-Counts = collections.Counter[tuple[str, Place]]
+# None for a call whose own equation does not say where in the user's code it is.
+Site = str | None
+Counts = collections.Counter[tuple[Site, Place]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,17 +68,25 @@ def survey(program: Program) -> dict[Any, FoundCall]:
     with recording() as record, jax.disable_jit(False):
         traced = _trace(program)
         traced.lower()
-    stands = {key: _study(note) for key, note in record.notes.items()}
-    inside = {note.place: stands[key].parts for key, note in record.notes.items()}
-    counts = _count(traced.jaxpr.jaxpr, inside, {})
-    return {key: _join(note, stands[key].work, counts) for key, note in record.notes.items()}
+    notes = record.notes
+    stands = {key: _study(note) for key, note in notes.items()}
+    counts = _count(traced.jaxpr.jaxpr, {notes[key].place: stand.parts for key, stand in stands.items()}, {})
+    sites = _share_out(notes, counts)
+    return {
+        key: FoundCall(note, sites[key], stands[key].work * sum(sites[key].values())) for key, note in notes.items()
+    }
 
 
-def _join(note: Note, work: float, counts: Counts) -> FoundCall:
-    sites = {site: count for (site, place), count in counts.items() if place == note.place}
+def _share_out(notes: Mapping[Any, Note], counts: Counts) -> dict[Any, dict[str, int]]:
+    """Which sites make each call; of calls that look the same, each has those where it was met."""
+    met = {key: [_find_site(source) for source in note.sources] for key, note in notes.items()}
+    shared: dict[Any, dict[str, int]] = {key: {} for key in notes}
+    for (site, place), count in counts.items():
+        alike = [key for key, note in notes.items() if note.place == place]
+        for key in [key for key in alike if site in met[key]] or alike[:1]:
+            shared[key][site or _definition(place)] = count
     # What is transposed, or was run while tracing, leaves no equation.
-    sites = sites or {_site(note.source): 1}
-    return FoundCall(note, sites, work * sum(sites.values()))
+    return {key: sites or {met[key][0] or _definition(notes[key].place): 1} for key, sites in shared.items()}
 
 
 def _bare(program: Program) -> Program:
@@ -97,17 +108,22 @@ def _trace(program: Program) -> Any:
     bare = _bare(program)
     if is_jitted(bare.function):
         return bare.function.trace(*bare.args, **bare.kwargs)  # type: ignore[attr-defined]
+    if hasattr(bare.function, "lower"):
+        return _trace_inputs(bare, _is_array)
+    return _trace_inputs(program, _is_input)
+
+
+def _trace_inputs(program: Program, is_input: Callable[[Any], bool]) -> Any:
     leaves, tree = jax.tree.flatten((program.args, program.kwargs))
-    takes = _is_array if hasattr(bare.function, "lower") else _is_input
-    moved = [index for index, leaf in enumerate(leaves) if takes(leaf)]
+    moved = [index for index, leaf in enumerate(leaves) if is_input(leaf)]
 
     def run(*inputs: Any) -> Any:
         joined = list(leaves)
         for index, value in zip(moved, inputs, strict=True):
             joined[index] = value
         args, kwargs = jax.tree.unflatten(tree, joined)
-        # The result may hold what jit cannot return, and matters to nobody; arrays keep the program from being empty.
-        return [leaf for leaf in jax.tree.leaves(program.function(*args, **kwargs)) if _is_input(leaf)]
+        # The result may hold what jit cannot return.
+        return [leaf for leaf in jax.tree.leaves(program.function(*args, **kwargs)) if isinstance(leaf, jax.Array)]
 
     return jax.jit(run).trace(*(leaves[index] for index in moved))
 
@@ -146,22 +162,34 @@ def _count(jaxpr: Any, inside: Mapping[Place, Sequence[Any]], known: dict[int, C
     counts: Counts = collections.Counter()
     for equation in jaxpr.eqns:
         parts, times = inner_jaxprs(equation)
-        if (place := find_place(equation)) is not None:
-            counts[_site(equation.source_info), place] += 1
+        place = find_place(equation)
+        if place is None and not parts:
+            continue
+        site = _find_site(equation.source_info)
+        if place is not None:
+            counts[site, place] += 1
             parts = inside.get(place, ()) if equation.primitive is tuned_call_p else ()
         for part in parts:
-            for key, count in _count(part, inside, known).items():
-                counts[key] += times * count
+            for (inner, found), count in _count(part, inside, known).items():
+                counts[inner or site, found] += times * count
     known[id(jaxpr)] = counts
     return counts
 
 
-def _site(source_info: Any) -> str:
+def _find_site(source_info: Any) -> Site:
     """The innermost place in the user's own code: `model.py:12 in Layer.__call__`."""
     own = pick_own(source_frames(source_info))
-    if not own:
-        return "unknown"
-    path, line, function = own[0]
+    return _write_site(*own[0]) if own else None
+
+
+def _definition(place: Place) -> str:
+    """Where the tuned function is defined, for a call that JAX itself makes, as in `jax.jit(tuned)`."""
+    tunable = place.call.tunable
+    code = getattr(inspect.unwrap(tunable.function), "__code__", None)
+    return _write_site(code.co_filename, code.co_firstlineno, tunable.name) if code else tunable.name
+
+
+def _write_site(path: str, line: int, function: str) -> str:
     return f"{_short_path(path)}:{line} in {function.rpartition('<locals>.')[2]}"
 
 
