@@ -56,7 +56,7 @@ ROOMS = {
     "_recording": "jax _jax _call",
     "_key": "jax _jax _call _leaves",
     "_lookup": "jax _jax _build _call _key _outline _recording _results _session",
-    "_session": "_build _call _inputs _jax _key _measure _outline _progress _rank _results _shardings",
+    "_session": "_build _call _inputs _jax _key _measure _outline _progress _rank _recording _results _shardings",
     "_outline": "jax _jax _call _recording _space _wrap",
     "_space": "numpy",
     "_wrap": "jax numpy _jax _call",

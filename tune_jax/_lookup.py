@@ -19,7 +19,7 @@ from tune_jax._failure import summarise
 from tune_jax._jax import axis_names, outside_traces
 from tune_jax._key import Key, default_device, describe_arguments, describe_placement, device_of, make_key
 from tune_jax._outline import UNTRACEABLE, Untraceable, can_be_traced, candidates_of, outline
-from tune_jax._recording import Recording, current_recording
+from tune_jax._recording import Note, Recording, current_recording
 from tune_jax._records import Candidate, Tunable
 from tune_jax._results import Results, make_results
 from tune_jax._session import run_session
@@ -86,8 +86,9 @@ def _note(
 ) -> Candidate:
     key = key_of(call, avals, given)
     known = None if obstacle else memory_of(call.tunable).results.get(key)
-    found = outline(call, avals).first if known is None else _as_candidate(known)
-    return recording.note((key, obstacle), call, avals, given, found, obstacle)
+    stand_in = outline(call, avals).first if known is None else _as_candidate(known)
+    recording.add((key, obstacle), Note(call, tuple(avals), tuple(given), stand_in, obstacle))
+    return stand_in
 
 
 def tune_once(call: Call, avals: Sequence[Any], given: Sequence[Any]) -> Results | None:

@@ -34,9 +34,9 @@ def tune_all(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Prog
       ...     return smooth(smooth(x * params)).sum()
       >>> results = tune_all(jax.value_and_grad(loss), jnp.ones(8), jax.ShapeDtypeStruct((8,), jnp.float32))
       >>> [(call.results.function, call.count) for call in results]
-      [('smooth', 1), ('smooth', 1)]
-      >>> results[0].results is results[1].results
-      True
+      [('smooth', 2)]
+      >>> results[0].results.call
+      'x: float32[8]'
 
     Args:
       function: the program, jitted or not. What it has besides arrays and numbers in its arguments (strings,

@@ -33,18 +33,18 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Note:
-    """A tuned call that was met: the values that its inputs have, where it was met, and what stands in for it.
+    """A tuned call that was met: the values that its inputs have, what stands in for it, and where it was met.
 
-    `sources` are the places in the user's code. `obstacle` says why the call cannot be tuned, None if it can.
+    `obstacle` says why it cannot be tuned, None if it can. `sources` are places in the user's code.
     """
 
     call: Call
     avals: tuple[Any, ...]
     given: tuple[Any, ...]
-    around: Surroundings
     stand_in: Candidate
     obstacle: str | None
-    sources: list[Any] = dataclasses.field(default_factory=list)
+    around: Surroundings = dataclasses.field(default_factory=surroundings)
+    sources: list[Any] = dataclasses.field(default_factory=lambda: [current_source()])
 
     @property
     def place(self) -> Place:
@@ -58,13 +58,12 @@ class Recording:
     def __init__(self) -> None:
         self.notes: dict[Hashable, Note] = {}
 
-    def note(
-        self, key: Hashable, call: Call, avals: Sequence[Any], given: Sequence[Any], stand_in: Candidate, obstacle: Any
-    ) -> Candidate:
-        """Note a call, and return what stands in for it."""
-        fresh = Note(call, tuple(avals), tuple(given), surroundings(), stand_in, obstacle)
-        self.notes.setdefault(key, fresh).sources.append(current_source())
-        return stand_in
+    def add(self, key: Hashable, note: Note) -> None:
+        """Keep a note of a call, or of another place where it was met."""
+        if key in self.notes:
+            self.notes[key].sources.extend(note.sources)
+        else:
+            self.notes[key] = note
 
 
 class _Active(threading.local):
@@ -77,10 +76,24 @@ _ACTIVE = _Active()
 @contextlib.contextmanager
 def recording() -> Iterator[Recording]:
     """Note the tuned calls that this thread meets inside instead of tuning them."""
-    before, _ACTIVE.recording = _ACTIVE.recording, Recording()
+    fresh = Recording()
+    with _swapped(fresh, next(_numbers)):
+        yield fresh
+
+
+@contextlib.contextmanager
+def unrecorded() -> Iterator[None]:
+    """Tune as usual inside, also while this thread records."""
+    with _swapped(None, None):
+        yield
+
+
+@contextlib.contextmanager
+def _swapped(active: Recording | None, number: int | None) -> Iterator[None]:
+    before, _ACTIVE.recording = _ACTIVE.recording, active
     try:
-        with _number(next(_numbers)):
-            yield _ACTIVE.recording
+        with _number(number):
+            yield
     finally:
         _ACTIVE.recording = before
 

@@ -28,6 +28,7 @@ from tune_jax._measure.timers import DeviceTimer, HostTimer, Launchable, Timer
 from tune_jax._outline import advise, candidates_of, outline, program_avals
 from tune_jax._progress import progress_bar
 from tune_jax._rank import is_usable
+from tune_jax._recording import unrecorded
 from tune_jax._records import Candidate, Failure, Samples
 from tune_jax._results import Results, make_results
 from tune_jax._shardings import input_shardings, output_shardings, placed_inputs
@@ -56,7 +57,7 @@ def run_session(call: Call, avals: Sequence[Any], given: Sequence[Any]) -> Resul
       ExampleError: the example arguments do not fit the call.
     """
     started = time.perf_counter()
-    with outside_traces():
+    with outside_traces(), unrecorded():
         candidates = candidates_of(call)
         inputs = collect_inputs(call, avals, given, input_shardings(call))
         inputs += [

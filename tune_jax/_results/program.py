@@ -64,7 +64,7 @@ class ProgramResults:
     def problems(self) -> tuple[str, ...]:
         """A line for each call that could not be tuned, with the reason."""
         return tuple(
-            f"call {index}, {call.site}: {_why(call)}" for index, call in enumerate(self) if call in self.failures
+            f"call {index}, {call.site}: {_why(call)}" for index, call in enumerate(self) if not call.results.timed
         )
 
     def __len__(self) -> int:
