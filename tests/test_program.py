@@ -423,6 +423,17 @@ def test_work_is_counted_with_how_often_a_call_is_made(caplog):
     assert ["float32[4])" in line for line in caplog.messages] == [True, False]
 
 
+def test_places_come_by_the_work_that_is_done_there():
+    small, large = make(), make(lambda x, *, mark: marked(x @ x.T, mark=mark))
+
+    def program(x):
+        first = lax.scan(lambda c, _: (small(c), None), x, length=9)[0]
+        return small(first), large(jnp.tile(x, (30, 30)))
+
+    calls = [(call.results.function, call.count) for call in tune_all(program, X)]
+    assert calls == [("<lambda>", 1), ("marked", 9), ("marked", 1)]
+
+
 def test_one_tuning_serves_every_place_that_makes_the_call(count_tunings):
     function = make()
 
@@ -577,6 +588,13 @@ def test_a_call_that_cannot_be_timed_on_its_own_is_shown_with_the_reason(count_t
     assert len(caught) == 1
     assert call.results.timed == ()
     assert count_tunings() == 0
+
+
+def test_what_no_tuning_can_do_without_is_an_error_at_once(monkeypatch, tmp_path):
+    monkeypatch.setattr(tune_jax.CONFIG, "allow_fallback_timing", False)
+    function = make()
+    with jax.profiler.trace(str(tmp_path)), pytest.raises(tune_jax.TuneError, match="profil"):
+        tune_all(lambda x: function(x), X)
 
 
 def test_an_interrupted_tuning_keeps_what_was_tuned_before(monkeypatch):

@@ -46,7 +46,7 @@ def test_work_is_that_of_the_first_candidate():
 def test_work_grows_with_how_often_a_call_is_made():
     function = make(lambda x, *, b: lax.dot(x, x.T))
     (call,) = look(lambda x: lax.scan(lambda c, _: (c + function(x), None), jnp.zeros((4, 4)), length=7)[0], X)
-    assert call.work == 7 * 2 * 4 * 8 * 4
+    assert (call.work, call.total_work) == (2 * 4 * 8 * 4, 7 * 2 * 4 * 8 * 4)
 
 
 def test_work_of_a_call_without_operations_is_its_bytes():

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
-from tune_jax._errors import TuneError
+from tune_jax._errors import ExampleError, NoCandidateError
 from tune_jax._jax import restored
 from tune_jax._key import describe_arguments
 from tune_jax._lookup import memory_of, tune_once
@@ -65,7 +65,7 @@ def tune_all(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Prog
 
 
 def _list_new(found: Mapping[Any, FoundCall], results: Mapping[Any, Results]) -> list[Any]:
-    return sorted((key for key in found if key not in results), key=lambda key: found[key].work, reverse=True)
+    return sorted((key for key in found if key not in results), key=lambda key: found[key].total_work, reverse=True)
 
 
 def _tune(note: Note) -> Results:
@@ -75,15 +75,19 @@ def _tune(note: Note) -> Results:
     try:
         with restored(note.around):
             results = tune_once(note.call, note.avals, note.given)
-    except TuneError as error:
-        return _failed_results(note) or _without_rows(note, str(error))
-    return results or _without_rows(note, "it cannot be tuned from within its own tuning, or from a host callback.")
+    except NoCandidateError as error:
+        latest = memory_of(note.call.tunable).latest
+        return latest if _is_failure_of(latest, note) else _without_rows(note, str(error))
+    except ExampleError as error:
+        return _without_rows(note, str(error))
+    if results is None:
+        return _without_rows(note, "it cannot be tuned from within its own tuning, or from a host callback.")
+    return results
 
 
-def _failed_results(note: Note) -> Results | None:
-    latest = memory_of(note.call.tunable).latest
-    is_this = latest is not None and not latest.timed and latest.call == describe_arguments(note.call, note.avals)
-    return latest if is_this else None
+def _is_failure_of(latest: Results | None, note: Note) -> TypeGuard[Results]:
+    """Whether these results are those of the tuning that has just failed, and not another thread's of later."""
+    return latest is not None and not latest.timed and latest.call == describe_arguments(note.call, note.avals)
 
 
 def _without_rows(note: Note, reason: str) -> Results:

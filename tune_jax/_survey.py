@@ -45,7 +45,7 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class FoundCall:
-    """A tuned call: how often the program makes it at each place in the user's code, and how much work that is.
+    """A tuned call: how often the program makes it at each place in the user's code, and how much work one run is.
 
     `work` is in floating-point operations as XLA counts them, or in bytes of inputs and outputs where it counts none.
     """
@@ -53,6 +53,11 @@ class FoundCall:
     note: Note
     sites: Mapping[str, int]
     work: float
+
+    @property
+    def total_work(self) -> float:
+        """The work of all its runs."""
+        return self.work * sum(self.sites.values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,9 +77,7 @@ def survey(program: Program) -> dict[Any, FoundCall]:
     stands = {key: _study(note) for key, note in notes.items()}
     counts = _count(traced.jaxpr.jaxpr, {notes[key].place: stand.parts for key, stand in stands.items()}, {})
     sites = _share_out(notes, counts)
-    return {
-        key: FoundCall(note, sites[key], stands[key].work * sum(sites[key].values())) for key, note in notes.items()
-    }
+    return {key: FoundCall(note, sites[key], stands[key].work) for key, note in notes.items()}
 
 
 def _share_out(notes: Mapping[Any, Note], counts: Counts) -> dict[Any, dict[str, int]]:

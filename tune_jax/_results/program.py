@@ -45,7 +45,12 @@ class ProgramResults:
     """The tuned calls of a program, most work first: printable, iterable, and found by index or call site.
 
     A call that the program makes at several places is in it once for each. `results["model.py:12"]` takes a whole
-    site, its file and line, or the end of that path.
+    site, its file and line, or the end of that path, and raises CallSiteError where that is not one call.
+
+    Example:
+      >>> results = ProgramResults("step", (TunedCall("model.py:12 in loss", 3, Results("attention", ())),))
+      >>> results["model.py:12"].count, results[0].results.function
+      (3, 'attention')
 
     Attributes:
       program: name of the program's function.
