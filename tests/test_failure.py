@@ -11,7 +11,7 @@ import pytest
 
 from tune_jax import _failure as failure_room
 from tune_jax._errors import NoCandidateError
-from tune_jax._failure import attempt, describe_failure, own_frames, summarise
+from tune_jax._failure import attempt, describe_failure, own_frames, pick_own, summarise
 from tune_jax._records import NONE_WORKS, Failure
 
 
@@ -141,6 +141,16 @@ def test_the_frames_shown_are_the_users_last_ones(paths, expected):
     shown = [line for line in own_frames(frames_of(*paths)).splitlines() if "File" in line]
     assert len(shown) == len(expected)
     assert all(f'{path}", line 7' in line for path, line in zip(expected, shown, strict=True))
+
+
+def test_frames_that_are_the_users_own_are_picked_in_their_order():
+    package, jax_file = "/v/site-packages/flax/a.py", "/v/site-packages/jax/_src/b.py"
+    assert pick_own([("/home/b.py", 1), (package, 2), (jax_file, 3), ("/home/a.py", 4)]) == [
+        ("/home/b.py", 1),
+        ("/home/a.py", 4),
+    ]
+    assert pick_own([(package, 2), (jax_file, 3)]) == [(package, 2)]
+    assert pick_own([(jax_file, 3)]) == []
 
 
 def test_the_frames_of_a_summary_inside_of_a_traceback_are_shown_after_its_own():

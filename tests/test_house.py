@@ -25,14 +25,17 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 PUBLIC_NAMES = {
     "CONFIG",
     "Failure",
+    "ProgramResults",
     "Results",
     "TuneError",
+    "TunedCall",
     "TunedFunction",
     "logger",
     "record",
     "tabulate",
     "to_df",
     "tune",
+    "tune_all",
     "tune_logger",
 }
 
@@ -40,7 +43,7 @@ PUBLIC_NAMES = {
 # The longest name that fits a module decides. `jax.profiler` allows that module of jax and no other.
 LEAVES = {"_records", "_errors", "_config", "_failure"}
 ROOMS = {
-    "": "_tune _function _record _session _results _report",
+    "": "_tune _function _program _record _session _results _report",
     "_tune": "jax _jax _function _space",
     "_function": "jax _jax _alone _binding _call _entry _leaves _lookup _primitive _results",
     "_entry": "jax _jax _binding _call _leaves _primitive _shardings",
@@ -50,16 +53,19 @@ ROOMS = {
     "_placement": "jax numpy _jax",
     "_shardings": "jax _jax _call",
     "_alone": "jax _jax _call _key _outline _placement",
-    "_primitive": "jax _jax _call _leaves _lookup _outline _wrap",
+    "_primitive": "jax _jax _call _leaves _lookup _outline _recording _wrap",
+    "_program": "_alone _jax _key _lookup _progress _recording _results _survey",
+    "_survey": "jax numpy _jax _outline _primitive _recording _wrap",
+    "_recording": "jax _jax _call",
     "_key": "jax _jax _call _digest _leaves _placement",
     "_digest": "jax numpy",
     "_agree": "",
     "_coordinator": "jax _agree _jax",
     "_together": "_agree _call _jax _key _results _session _shardings _space",
-    "_lookup": "jax _alone _build _call _coordinator _inputs _key _outline _placement _results _session _shardings "
-    "_together",
-    "_session": "_build _call _inputs _jax _key _measure _outline _progress _rank _results _shardings",
-    "_outline": "jax _jax _call _space _wrap",
+    "_lookup": "jax _alone _build _call _coordinator _inputs _key _outline _placement _recording _results _session "
+    "_shardings _together",
+    "_session": "_build _call _inputs _jax _key _measure _outline _progress _rank _recording _results _shardings",
+    "_outline": "jax _jax _call _recording _space _wrap",
     "_space": "numpy",
     "_wrap": "jax numpy _jax _call _placement",
     "_inputs": "jax ml_dtypes numpy _jax _call _leaves",

@@ -314,6 +314,84 @@ def test_dynamic_bounds_of_grids_are_counted_wherever_they_are():
     assert _jax.dynamic_grid_bounds(traced(lambda x: x, X)) == 0
 
 
+INSIDE = {
+    "jit": (lambda x: jax.jit(jnp.sin)(x), 1, 1),
+    "scan": (lambda x: lax.scan(lambda c, v: (c + v, None), 0.0, x)[0], 1, 3),
+    "while": (lambda x: lax.while_loop(lambda c: c[0] < 5, lambda c: (c[0] + 1, c[1] + 1), (0, x))[1], 2, 1),
+    "cond": (lambda x: lax.cond(x[0] > 0, jnp.sin, jnp.cos, x), 2, 1),
+    "checkpoint": (lambda x: jax.checkpoint(jnp.sin)(x), 1, 1),
+    "nothing": (jnp.sin, 0, 1),
+}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_an_equation_tells_the_programs_inside_and_how_often_they_run(name):
+    program, count, times = INSIDE[name]
+    *_, equation = traced(program, X).jaxpr.eqns
+    parts, repeats = _jax.inner_jaxprs(equation)
+    assert (len(parts), repeats) == (count, times)
+    assert all(part.eqns for part in parts)
+
+
+def test_an_equation_tells_the_users_frames():
+    def program(x):
+        return jnp.sin(x)
+
+    (equation,) = traced(program, X).jaxpr.eqns
+    path, line, function = _jax.source_frames(equation.source_info)[0]
+    assert path == __file__
+    assert line == program.__code__.co_firstlineno + 1
+    assert function.endswith("program")
+
+
+def test_the_current_source_is_the_equations_when_it_is_lowered(double):
+    found = []
+
+    def rule(context, x):
+        found.extend(_jax.source_frames(_jax.current_source())[:1])
+        return [x, x]
+
+    def program(x):
+        return double.bind(x)
+
+    _jax.register_lowering(double, rule)
+    jax.jit(program).lower(X)
+    assert [frame[2].rpartition(".")[2] for frame in found] == ["program"]
+
+
+AROUND = {
+    **CONTEXTS,
+    "generator": lambda: jax.default_prng_impl("rbg"),
+    "device": lambda: jax.default_device(jax.devices()[3]),
+    "abstract mesh": lambda: jax.sharding.use_abstract_mesh(
+        jax.sharding.AbstractMesh((2,), ("a",), axis_types=(AxisType.Explicit,))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_surroundings_are_come_back_to_and_left(name):
+    outside = _jax.surroundings()
+    with AROUND[name]():
+        inside = _jax.surroundings()
+    assert isinstance(inside, _jax.Surroundings)
+    assert inside != outside == _jax.surroundings()
+    with pytest.raises(KeyError), _jax.restored(inside):
+        raise KeyError
+    with _jax.restored(inside):
+        assert _jax.surroundings() == inside
+        with _jax.restored(outside):
+            assert _jax.surroundings() == outside
+    assert _jax.surroundings() == outside
+
+
+def test_axis_names_are_come_back_to_and_left():
+    around = inside(lambda x: _jax.surroundings())(lambda f: jax.vmap(f, axis_name="i"), X)
+    with _jax.restored(around):
+        assert _jax.axis_names() == ("i",)
+    assert _jax.axis_names() == ()
+
+
 def test_an_abstract_value_keeps_shape_dtype_and_weak_type():
     assert _jax.shaped(jax.typeof(2.0)) == _jax.ShapedArray((), np.dtype(np.float32), weak_type=True)
     assert _jax.shaped(jax.typeof(jax.random.key(0))).dtype == jax.random.key(0).dtype

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import io
 import os
 import pathlib
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 
 from tune_jax import _progress
-from tune_jax._progress import is_interactive, progress_bar
+from tune_jax._progress import covering_bar, is_interactive, progress_bar
 
 TUNE = """
 import jax.numpy as jnp
@@ -68,6 +69,40 @@ def test_a_bar_in_a_terminal_names_what_is_done(monkeypatch: pytest.MonkeyPatch)
 def test_a_bar_that_is_asked_for_shows_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
+    show_bar(3, 1, wanted=True)
+    assert "compiling f" in stream.getvalue()
+
+
+def test_a_bar_that_covers_others_is_the_only_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    with covering_bar("tuning step") as show_steps:
+        show_steps(1, 4)
+        show_bar(3, 1, wanted=True)
+        show_steps(6, 7)
+    assert "1/4" in stream.getvalue()
+    assert "6/7" in stream.getvalue()
+    assert "compiling" not in stream.getvalue()
+    show_bar(3, 1, wanted=None)
+    assert "compiling f" in stream.getvalue()
+
+
+def test_a_bar_is_covered_in_its_own_thread_only(
+    monkeypatch: pytest.MonkeyPatch, background: concurrent.futures.Executor
+) -> None:
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    with covering_bar("tuning step"):
+        background.submit(show_bar, 3, 1, wanted=None).result()
+    assert "compiling f" in stream.getvalue()
+
+
+def test_bars_show_again_after_an_error_under_one_that_covers_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    with pytest.raises(KeyError), covering_bar("tuning step"):
+        raise KeyError
+    assert stream.getvalue() == ""
     show_bar(3, 1, wanted=True)
     assert "compiling f" in stream.getvalue()
 

@@ -41,3 +41,7 @@ class ProfileError(TuneError, RuntimeError):
 
 class ResultsError(TuneError, ValueError):
     """Samples that cannot be ranked, or stored results that cannot be read."""
+
+
+class CallSiteError(TuneError, LookupError):
+    """A call site where a program makes no tuned call, or several."""

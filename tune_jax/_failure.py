@@ -7,12 +7,13 @@ import os
 import re
 import textwrap
 import traceback
-from collections.abc import Callable, Mapping
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from tune_jax._records import NONE_WORKS, Failure, Stage
 
 T = TypeVar("T")
+Frame = TypeVar("Frame", bound=tuple[str, *tuple[Any, ...]])
 
 # A frame of a traceback, with the line of source that Python shows below it, if any.
 _FRAME = re.compile(r'^  File ".*\n(?:    .*\n)*', re.MULTILINE)
@@ -85,10 +86,15 @@ def summarise(failures: Mapping[int, Failure]) -> str:
 def own_frames(trace: str) -> str:
     """The last frames of a traceback that are the user's own, or else other packages' but JAX's, as text."""
     frames = [(match[3], match[2], match[4]) for match in _PLACE.finditer(trace)]
-    foreign = [frame for frame in frames if not _is_below_the_user(frame[0])]
-    own = [frame for frame in foreign if not _INSTALLED.search(frame[0])] or foreign
+    own = pick_own(frames)
     words = [f"{place}\n  {source}" if source else place for _, place, source in own[-_MOST_FRAMES:]]
     return textwrap.indent("\n".join(words), "    ")
+
+
+def pick_own(frames: Sequence[Frame]) -> list[Frame]:
+    """Those frames, tuples with the file first, that are the user's own, or else other packages' but JAX's."""
+    foreign = [frame for frame in frames if not _is_below_the_user(frame[0])]
+    return [frame for frame in foreign if not _INSTALLED.search(frame[0])] or foreign
 
 
 def _is_below_the_user(path: str) -> bool:

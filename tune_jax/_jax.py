@@ -7,6 +7,7 @@ them fails there first.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -21,10 +22,11 @@ try:
     from jax._src import dtypes as _dtypes
     from jax._src import mesh as _mesh
     from jax._src import profiler as _profiler
+    from jax._src import source_info_util as _source_info
     from jax._src import util as _util
     from jax._src.interpreters import batching as _batching
     from jax._src.lax import lax as _lax
-    from jax.extend.core import Primitive, subjaxprs
+    from jax.extend.core import Primitive, jaxprs_in_params, subjaxprs
     from jax.interpreters import ad, batching, mlir, partial_eval
 except ImportError as error:
     raise ImportError(f"tune-jax needs jax 0.10.2 or newer, and found {jax.__version__}: {error}") from error
@@ -175,6 +177,23 @@ def placed_parts(closed_jaxpr: Any) -> tuple[Any, ...]:
     return (closed_jaxpr.jaxpr,) if any(isinstance(one, jax.sharding.Sharding) for one, _ in found) else ()
 
 
+def inner_jaxprs(equation: Any) -> tuple[Sequence[Any], int]:
+    """The programs inside an equation, and how often it runs them; a `while` counts as once."""
+    length = equation.params["length"] if equation.primitive.name == "scan" else 1
+    return tuple(jaxprs_in_params(equation.params)), length
+
+
+def current_source() -> Any:
+    """Where the equation comes from that is being made or lowered, as equations have it in `source_info`."""
+    return _source_info.current()
+
+
+def source_frames(source_info: Any) -> list[tuple[str, int, str]]:
+    """File, line and function of the frames that led to an equation, innermost first, without JAX's own."""
+    frames = _source_info.user_frames(source_info.traceback)
+    return [(frame.file_name, frame.start_line, frame.function_name) for frame in frames]
+
+
 def shaped(aval: Any) -> Any:
     """The shape, dtype, weak type and explicit sharding of an abstract value, without what only its own trace knows."""
     weak = getattr(aval, "weak_type", False)
@@ -272,6 +291,34 @@ def default_device_setting() -> Any:
 def settings() -> tuple[tuple[str, Any], ...]:
     """The caller's settings that change what a function computes or compiles to."""
     return tuple((name, getattr(jax.config, name)) for name in _SETTINGS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Surroundings:
+    """What a tuning depends on besides its call: settings, the default device, the mesh and the axis names."""
+
+    settings: tuple[tuple[str, Any], ...]
+    mesh: Any
+    axes: Any
+
+
+def surroundings() -> Surroundings:
+    """The caller's surroundings, to come back to."""
+    device = ("jax_default_device", default_device_setting())
+    return Surroundings((*settings(), device), jax.sharding.get_abstract_mesh(), _core.trace_ctx.axis_env)
+
+
+@contextlib.contextmanager
+def restored(around: Surroundings) -> Iterator[None]:
+    """Be in these surroundings again."""
+    before = _core.trace_ctx.axis_env
+    with contextlib.ExitStack() as stack:
+        for name, value in around.settings:
+            stack.enter_context(_config.config_states[name](value))
+        stack.enter_context(jax.sharding.use_abstract_mesh(around.mesh))
+        stack.callback(_core.trace_ctx.set_axis_env, before)
+        _core.trace_ctx.set_axis_env(around.axes)
+        yield
 
 
 def is_jitted(function: Any) -> bool:

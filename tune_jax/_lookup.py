@@ -22,6 +22,7 @@ from tune_jax._inputs import values_in_key
 from tune_jax._key import Key, default_device, describe_arguments, device_of, make_key, on_device
 from tune_jax._outline import UNTRACEABLE, Untraceable, candidates_of, outline
 from tune_jax._placement import placement_of
+from tune_jax._recording import Note, Recording, current_recording, place_of
 from tune_jax._records import Candidate, Tunable
 from tune_jax._results import Results, make_results
 from tune_jax._session import run_session
@@ -71,7 +72,8 @@ def find_winner(
     `platforms` and `devices` are those of the program that the call is in, where they are known.
 
     A call with nothing to choose is not tuned. One that cannot be run here takes the first candidate, with a warning.
-    A thread that meets a key which it is tuning already takes the first candidate too.
+    A thread that meets a key which it is tuning already takes the first candidate too. While a program is recorded,
+    nothing is tuned, and the first candidate stands in for a winner that is not known.
     """
     if call.fixed and len(choices := candidates_of(call)) == 1:
         return choices[0]
@@ -79,8 +81,10 @@ def find_winner(
     with _on_platform(wanted, devices) as here:
         obstacle = _find_obstacle(call, avals, given) if here else f"no {' or '.join(wanted)} device is here to tune on"
         alone = Alone(call, tuple(avals), obstacle) if obstacle else stand_alone(call, avals, devices)
+        if (recording := current_recording()) is not None:
+            return _note(recording, call, avals, given, alone)
         if alone.obstacle is None:
-            results = _tune_alone(alone, given, devices)
+            results = tune_alone(alone, given, devices)
             return outline(call, avals).first if results is None else _as_candidate(results)
     first = outline(call, avals).first
     warnings.warn(
@@ -88,6 +92,15 @@ def find_winner(
         stacklevel=2,
     )
     return first
+
+
+def _note(recording: Recording, call: Call, avals: Sequence[Any], given: Sequence[Any], alone: Alone) -> Candidate:
+    key = key_of(alone.call, alone.avals, given)
+    known = None if alone.obstacle else memory_of(call.tunable).results.get(key)
+    stand_in = outline(call, avals).first if known is None else _as_candidate(known)
+    note = Note(alone.call, alone.avals, tuple(given), stand_in, alone.obstacle, place_of(call, avals))
+    recording.add((key, alone.obstacle), note)
+    return stand_in
 
 
 def tune_once(call: Call, avals: Sequence[Any], given: Sequence[Any]) -> Results | None:
@@ -156,7 +169,8 @@ def _find_waiting(memory: Memory, key: Key) -> Iterator[threading.Thread]:
         awaited = _awaited.get(thread)
 
 
-def _tune_alone(alone: Alone, given: Sequence[Any], devices: Sequence[jax.Device]) -> Results | None:
+def tune_alone(alone: Alone, given: Sequence[Any], devices: Sequence[jax.Device] = ()) -> Results | None:
+    """The same, for a call that was taken out of a program; again under its mesh if some candidates need it."""
     results = tune_once(alone.call, alone.avals, given)
     failures = [] if results is None else [row.failure for row in results.rows if row.failure]
     again = with_names(alone, failures, devices)

@@ -15,15 +15,8 @@ import jax
 from tune_jax._call import Batch, Call, with_batch, without_hints
 from tune_jax._errors import NoCandidateError
 from tune_jax._failure import attempt, summarise
-from tune_jax._jax import (
-    dynamic_grid_bounds,
-    placed_parts,
-    shaped,
-    struct_of,
-    takes_cotangent,
-    trace_context,
-    used_inputs,
-)
+from tune_jax._jax import dynamic_grid_bounds, placed_parts, shaped, struct_of, takes_cotangent, used_inputs
+from tune_jax._recording import lasting_context
 from tune_jax._records import Candidate, Failure
 from tune_jax._space import list_candidates
 from tune_jax._wrap import mapped_outputs, wrap
@@ -84,7 +77,7 @@ def outline(call: Call, avals: Sequence[Any]) -> Outline:
       NoCandidateError: no candidate can be traced.
     """
     known: dict[Any, Outline] = call.tunable.state.setdefault("outlines", {})
-    key = (without_hints(call), tuple(avals), trace_context())
+    key = (without_hints(call), tuple(avals), lasting_context())
     if key not in known:
         with _refusing_recursion(call, key):
             first, traced = _first_that_traces(call, avals, lambda candidate: _trace(call, candidate, avals))
@@ -129,7 +122,7 @@ def batched_call(call: Call, batch: Batch, avals: Sequence[Any]) -> tuple[Call, 
       NoCandidateError: no candidate can be traced.
     """
     known: dict[Any, tuple[bool, ...]] = call.tunable.state.setdefault("mapped", {})
-    key = (without_hints(call), batch, tuple(avals), trace_context())
+    key = (without_hints(call), batch, tuple(avals), lasting_context())
     if key not in known:
         structs = abstract_inputs(avals)
         _, known[key] = _first_that_traces(

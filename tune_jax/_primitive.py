@@ -19,10 +19,14 @@ from tune_jax._call import Batch, Call, select_leaves, without_hints
 from tune_jax._leaves import is_concrete
 from tune_jax._lookup import find_winner
 from tune_jax._outline import abstract_inputs, batched_call, can_be_traced, outline
+from tune_jax._recording import Place, current_recording, place_of
 from tune_jax._records import Candidate
 from tune_jax._wrap import along, wrap_flat
 
 tuned_call_p = _jax.make_primitive("tuned_call")
+
+# Returns its inputs. Left in a recorded program where differentiation put a candidate in a tuned call's place.
+placed_call_p = _jax.make_primitive("placed_call")
 
 
 def bind_call(call: Call, inputs: Sequence[Any]) -> Any:
@@ -150,7 +154,21 @@ def _placed_winner(call: Call, inputs: Sequence[Any], *, moving: Sequence[int] =
     avals = [_jax.shaped(jax.typeof(value)) for value in inputs]
     hints = _keep_fitting(call.hints.values, avals)
     known = [value if is_concrete(value) else hint for value, hint in zip(inputs, hints, strict=True)]
-    return _cached_jit(call, find_winner(_with_vjp(call, avals, moving), avals, known))
+    whole = _with_vjp(call, avals, moving)
+    winner = _cached_jit(call, find_winner(whole, avals, known))
+    return winner if current_recording() is None else _marked(winner, place_of(whole, avals))
+
+
+def _marked(winner: Callable[..., Any], place: Place) -> Callable[..., Any]:
+    """The winner with a mark on its inputs, which stays where the winner's own equations are moved or run again."""
+    return lambda *inputs: winner(*placed_call_p.bind(*inputs, call=place.call, avals=place.avals))
+
+
+def find_place(equation: Any) -> Place | None:
+    """The tuned call that an equation of a recorded program makes or is part of, if it is one."""
+    if equation.primitive is tuned_call_p:
+        return place_of(equation.params["call"], [_jax.shaped(variable.aval) for variable in equation.invars])
+    return Place(**equation.params) if equation.primitive is placed_call_p else None
 
 
 def _with_vjp(call: Call, avals: Sequence[Any], moving: Sequence[int]) -> Call:
@@ -181,3 +199,11 @@ _jax.register_jvp(tuned_call_p, _differentiate)
 _jax.register_transpose(tuned_call_p, _transpose)
 _jax.register_lowering(tuned_call_p, _lower)
 _jax.hold_weakly(Call)
+
+placed_call_p.def_impl(lambda *inputs, **params: list(inputs))
+placed_call_p.def_abstract_eval(lambda *avals, **params: list(avals))
+_jax.register_batching(
+    placed_call_p, lambda axis, inputs, dims, **params: (placed_call_p.bind(*inputs, **params), dims)
+)
+_jax.register_jvp(placed_call_p, lambda inputs, slopes, **params: (placed_call_p.bind(*inputs, **params), slopes))
+_jax.register_lowering(placed_call_p, lambda context, *inputs, **params: list(inputs))

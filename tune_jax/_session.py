@@ -28,6 +28,7 @@ from tune_jax._measure.timers import DeviceTimer, HostTimer, Launchable, Timer
 from tune_jax._outline import advise, candidates_of, outline, program_avals
 from tune_jax._progress import progress_bar
 from tune_jax._rank import is_usable
+from tune_jax._recording import unrecorded
 from tune_jax._records import Candidate, Failure, Samples
 from tune_jax._results import Results, make_results
 from tune_jax._shardings import layout_options, mesh_shardings, output_shardings, placed_inputs, trial_shardings
@@ -74,7 +75,7 @@ def run_session(call: Call, avals: Sequence[Any], given: Sequence[Any]) -> Resul
 def start_session(call: Call, avals: Sequence[Any], given: Sequence[Any], candidates: Sequence[Candidate]) -> Session:
     """Compile these candidates and run each once. Raises as `run_session` does."""
     started_s = time.perf_counter()
-    with outside_traces():
+    with outside_traces(), unrecorded():
         values = known_values(call, avals, given)
         shardings = trial_shardings(call, avals, values)
         device = device_of(shardings)
@@ -87,7 +88,7 @@ def start_session(call: Call, avals: Sequence[Any], given: Sequence[Any], candid
 def finish_session(session: Session) -> Results:
     """Time and rank what has been built."""
     call, built, device = session.call, session.built, session.device
-    with outside_traces(), on_device(device):
+    with outside_traces(), unrecorded(), on_device(device):
         measured = _measure_all(call, built, session.inputs, device.platform)
     for program_id, failure in measured.failures.items():
         built.fail(program_id, failure)

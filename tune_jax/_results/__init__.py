@@ -10,6 +10,7 @@ from tune_jax._results.cells import shorten, show_hyperparams, show_value
 from tune_jax._results.codec import Opaque, decode, encode
 from tune_jax._results.notes import list_failures
 from tune_jax._results.page import compose
+from tune_jax._results.program import ProgramResults, TunedCall
 from tune_jax._results.results import Results
 from tune_jax._results.row import Row, TimingResult
 from tune_jax._results.table import Align, Table, pick_ends
@@ -17,10 +18,12 @@ from tune_jax._results.table import Align, Table, pick_ends
 __all__ = [
     "Align",
     "Opaque",
+    "ProgramResults",
     "Results",
     "Row",
     "Table",
     "TimingResult",
+    "TunedCall",
     "compose",
     "decode",
     "encode",

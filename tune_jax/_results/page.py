@@ -20,7 +20,11 @@ def compose(
     """The report as one string; `tablefmt` is "html" or a name that the `tabulate` library knows."""
     main = tabulate_rows(outcome.timed, title=write_caption(outcome), head=head, tail=tail)
     tables = [render(table, tablefmt=tablefmt) for table in (main, *more)]
-    failures, notes = list_failures(outcome.failures), list_notes(outcome)
+    return join_page(tables, list_failures(outcome.failures), list_notes(outcome), tablefmt=tablefmt)
+
+
+def join_page(tables: Sequence[str], failures: Sequence[str], notes: Sequence[str], *, tablefmt: str) -> str:
+    """Rendered tables and the lines below them as one string."""
     if tablefmt == "html":
         return "\n".join(["<div>", *tables, *_list_html(failures), *_paragraph_html(notes), "</div>"])
     return "\n\n".join(filter(None, [*tables, "\n".join(failures), "\n".join(notes)]))
