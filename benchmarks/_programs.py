@@ -538,7 +538,8 @@ def tuned(rng: random.Random, spec: Spec) -> Layer:
     label = f"outer{len(spec.sites)}"
 
     def wrap(f: Function, make: Make) -> Function:
-        return make(label, lambda x, y, *, factor=1: keep(f(x, y), factor))
+        # A Python number that nothing depends on would be no input.
+        return make(label, lambda x, y, *, factor=1: keep((f(x, y), y), factor))
 
     return Layer("tuned", wrap, dataclasses.replace(spec, sites=spec.sites | {Site(label, spec.inputs())}))
 

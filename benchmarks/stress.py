@@ -19,10 +19,12 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import itertools
 import logging
 import os
 import time
 import traceback
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -63,7 +65,8 @@ class Watch:
 
     def make(self, label: str, function: Callable[..., Any]) -> Any:
         """Tune a function over a factor that does not change what it computes."""
-        tuned = self.tune(function, hyperparams={"factor": [1, 2]}, progress=False)
+        own = function if label == _programs.MADE_ANEW else _copy_apart(function)
+        tuned = self.tune(own, hyperparams={"factor": [1, 2]}, progress=False)
         if label != _programs.MADE_ANEW:
             self.functions[label] = tuned
         return tuned
@@ -80,6 +83,19 @@ class Watch:
             for label, function in self.functions.items()
             for key in memory_of(function._tunable).results
         )
+
+
+_copies = itertools.count()
+
+
+def _copy_apart(function: Any) -> Any:
+    """A copy that is like no other: equal functions may share what they were tuned for."""
+    copy = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.number = next(_copies)  # type: ignore[attr-defined]
+    return copy
 
 
 def _describe_key(key: Any) -> tuple[Any, Any]:
