@@ -16,6 +16,11 @@ import jax
 
 from tune_jax._leaves import Static, is_concrete, is_dynamic, keep_static
 from tune_jax._records import Tunable
+from tune_jax._traced import TracedCall
+
+
+# The parameter that stands for what a function closes over: no name of Python's, so that no function has it.
+CLOSED_OVER = "closed-over"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +55,8 @@ class Call:
     """What a call of a tuned function is, its inputs' shapes apart.
 
     `names` are the parameters given, `tree` the structure of the tuple of their values, `statics` its static
-    leaves by index, `fixed` the hyperparameters given at call time, `batches` the vmaps from the inside out.
+    leaves by index, `fixed` the hyperparameters given at call time, `batches` the vmaps from the inside out. `traced`
+    holds the programs of a function that closes over traced values, which go behind its own inputs.
     """
 
     tunable: Tunable
@@ -62,6 +68,7 @@ class Call:
     fixed: tuple[tuple[str, Static], ...]
     batches: tuple[Batch, ...] = ()
     hints: Hints = Hints()
+    traced: TracedCall | None = None
 
     def __repr__(self) -> str:
         # Shown in the text of every jaxpr that the call is in.
@@ -72,6 +79,11 @@ class Call:
         """Indices of the leaves that are inputs."""
         static = {index for index, _ in self.statics}
         return tuple(index for index in range(self.tree.num_leaves) if index not in static)
+
+    @property
+    def closed_over_count(self) -> int:
+        """How many of the inputs are no arguments, but what the function closes over."""
+        return 0 if self.traced is None else len(self.traced.avals)
 
     @property
     def fixed_values(self) -> dict[str, Any]:

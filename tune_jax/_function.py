@@ -12,6 +12,7 @@ import jax
 from tune_jax._binding import make_call
 from tune_jax._call import with_hints
 from tune_jax._entry import WrongEntryError, make_entry
+from tune_jax._hoist import hoist
 from tune_jax._jax import shaped, trace_state_clean
 from tune_jax._leaves import is_concrete
 from tune_jax._lookup import key_of, memory_of, tune_once
@@ -76,14 +77,14 @@ class TunedFunction:
 
         Returns the results at hand if these arguments have been tuned for already.
         """
-        call, inputs = make_call(self._tunable, args, kwargs)
+        call, inputs = hoist(*make_call(self._tunable, args, kwargs))
         results = tune_once(call, _abstract(inputs), _concrete(inputs))
         assert results is not None, "only a call inside the function itself meets its own tuning"
         return results
 
     def results_for(self, /, *args: Any, **kwargs: Any) -> Results | None:
         """The results that calls with these arguments go by, None if they have not been tuned for."""
-        call, inputs = make_call(self._tunable, args, kwargs)
+        call, inputs = hoist(*make_call(self._tunable, args, kwargs))
         return memory_of(self._tunable).results.get(key_of(call, _abstract(inputs), _concrete(inputs)))
 
     def lower(self, /, *args: Any, **kwargs: Any) -> jax.stages.Lowered:

@@ -11,7 +11,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from tune_jax._call import Call, bind_arguments
+from tune_jax._call import CLOSED_OVER, Call, bind_arguments
 from tune_jax._errors import ExampleError
 from tune_jax._jax import key_impl_name
 from tune_jax._leaves import describe_aval, is_concrete, is_dynamic
@@ -59,7 +59,8 @@ def read_examples(call: Call, avals: Sequence[Any]) -> list[Any]:
     asked = call.tunable
     if asked.example_args is None and asked.example_kws is None:
         return [None] * len(avals)
-    abstract = call.arguments([jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals])
+    arguments = call.arguments([jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals])
+    abstract = {name: value for name, value in arguments.items() if name != CLOSED_OVER}
     args = _resolve(asked.example_args, abstract, ())
     kwargs = _resolve(asked.example_kws, abstract, {})
     examples = _bind_examples(call, args, kwargs)

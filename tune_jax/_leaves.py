@@ -8,12 +8,14 @@ import enum
 import functools
 import types
 import warnings
+import weakref
 from collections.abc import Hashable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
+from tune_jax._content import Content, NotComparableError, content_of
 from tune_jax._errors import ArgumentError
 from tune_jax._jax import Tracer
 from tune_jax._records import Tunable
@@ -79,6 +81,8 @@ def make_static(label: str, value: Any) -> Static:
         )
     if isinstance(value, functools.partial):
         return _static_partial(label, value)
+    if isinstance(value, types.FunctionType) and "<" in value.__qualname__:
+        return _static_function(value)
     equal: Any = type(value).__eq__
     if isinstance(value, slice) or equal in (tuple.__eq__, frozenset.__eq__):
         return _static_by_parts(label, value)
@@ -106,6 +110,23 @@ def _static_partial(label: str, value: functools.partial[Any]) -> Static:
     kept = copy.copy(value)
     kept.__setstate__((function.value, args.value, keywords.value, dict(vars(value))))  # type: ignore[attr-defined]
     return Static(kept, (type(value), function.key, args.key, keywords.key))
+
+
+# What each function that can be made anew was compared by when it first came.
+_FIRST_CONTENTS: weakref.WeakKeyDictionary[types.FunctionType, Content | None] = weakref.WeakKeyDictionary()
+
+
+def _static_function(value: types.FunctionType) -> Static:
+    """A lambda or a function inside another, by its content: it can be made anew for each call.
+
+    One that does not stay what it was when it first came, say because it counts its calls, is compared by identity.
+    """
+    try:
+        content = content_of(value)
+    except NotComparableError:
+        content = None
+    first = _FIRST_CONTENTS.setdefault(value, content)
+    return Static(value, (type(value), value) if content is None or content != first else content)
 
 
 def _static_by_parts(label: str, value: Any) -> Static:

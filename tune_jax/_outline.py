@@ -13,7 +13,7 @@ import jax
 from tune_jax._call import Batch, Call, with_batch, without_hints
 from tune_jax._errors import NoCandidateError
 from tune_jax._failure import attempt, summarise
-from tune_jax._jax import dynamic_grid_bounds, shaped, struct_of, trace_context, used_inputs
+from tune_jax._jax import Tracer, closed_over, dynamic_grid_bounds, shaped, struct_of, trace_context, used_inputs
 from tune_jax._records import Candidate, Failure
 from tune_jax._space import list_candidates
 from tune_jax._wrap import mapped_outputs, wrap
@@ -43,6 +43,7 @@ class Outline:
     effects: Any
     used: tuple[bool, ...]
     dynamic_bounds: int
+    closes_over_tracers: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +73,12 @@ def outline(call: Call, avals: Sequence[Any]) -> Outline:
     known: dict[Any, Outline] = call.tunable.state.setdefault("outlines", {})
     key = (without_hints(call), tuple(avals), trace_context())
     if key not in known:
-        first, traced = _first_that_traces(call, avals, lambda candidate: _trace(call, candidate, avals))
-        known[key] = _read_outline(first, traced)
+        first, traced = _first_that_traces(call, avals, lambda candidate: trace_candidate(call, candidate, avals))
+        found = _read_outline(first, traced)
+        if found.closes_over_tracers:
+            # Another time it may close over none.
+            return found
+        known[key] = found
     return known[key]
 
 
@@ -132,7 +137,7 @@ def _try_first(describe: Describe, static: frozenset[int]) -> Outline | None:
     call, values = describe(static)
     avals = [shaped(jax.typeof(value)) for value in values]
     candidate = candidates_of(call)[0]
-    traced = attempt("trace", lambda: _trace(call, candidate, avals))
+    traced = attempt("trace", lambda: trace_candidate(call, candidate, avals))
     return None if isinstance(traced, Failure) else _read_outline(candidate, traced)
 
 
@@ -163,16 +168,19 @@ def _first_that_traces(call: Call, avals: Sequence[Any], trace: Callable[[Candid
     raise NoCandidateError(summarise(failures))
 
 
-def _trace(call: Call, candidate: Candidate, avals: Sequence[Any]) -> Any:
+def trace_candidate(call: Call, candidate: Candidate, avals: Sequence[Any]) -> Any:
+    """Trace a candidate for inputs of these abstract values, in the ambient trace."""
     return jax.jit(wrap(call, candidate.hyperparams, name="outline")).trace(*abstract_inputs(avals))
 
 
 def _read_outline(candidate: Candidate, traced: Any) -> Outline:
+    constants = closed_over(traced)
     return Outline(
         candidate,
         jax.tree.structure(traced.out_info),
         tuple(traced.jaxpr.out_avals),
         traced.jaxpr.effects,
-        used_inputs(traced.jaxpr),
+        used_inputs(traced.jaxpr)[len(constants) :],
         dynamic_grid_bounds(traced.jaxpr),
+        any(isinstance(value, Tracer) for value in constants),
     )
