@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from tune_jax._closures import attributes, global_names
-from tune_jax._jax import Tracer
+from tune_jax._jax import Tracer, is_jitted
 
 # Content that is larger is not worth comparing at each call.
 _MOST_PARTS = 400
@@ -66,6 +66,15 @@ def content_of(value: Any) -> Content:
     return Content(_Reader().read(value))
 
 
+def lasting_content_of(value: Any) -> Content:
+    """The same, but of what does not hang on any array or object; functions that a module has for good stay whole.
+
+    Raises:
+      NotComparableError: it holds an array, a tracer or a plain object, or too much.
+    """
+    return Content(_LastingReader().read(value))
+
+
 class _Reader:
     """Reads one value through; what it meets again, as in a function that calls itself, it only counts."""
 
@@ -91,8 +100,10 @@ class _Reader:
     def _read_large(self, value: Any, names: Iterable[str]) -> Hashable:
         if isinstance(value, Tracer | np.ndarray):
             raise NotComparableError(f"a {type(value).__name__} may change")
-        if isinstance(value, jax.Array) or _is_library(value):
+        if _is_library(value):
             return Same(value)
+        if isinstance(value, jax.Array):
+            return self._identify(value)
         if isinstance(value, types.FunctionType):
             return self._read_function(value)
         if isinstance(value, types.MethodType):
@@ -105,6 +116,10 @@ class _Reader:
         if isinstance(value, functools.partial | slice):
             return tuple(self.read(part, names) for part in value.__reduce__()[1:])
         return self._read_container(value, names)
+
+    def _identify(self, value: Any) -> Hashable:
+        """What an object is compared by of which nothing but its attributes can be."""
+        return Same(value)
 
     def _read_function(self, function: types.FunctionType) -> Hashable:
         names = global_names(function.__code__)
@@ -135,10 +150,28 @@ class _Reader:
         if _hashes_by_value(value):
             return value  # type: ignore[no-any-return]
         held = self._read_dict(dict(attributes(value)), names)
-        return held if dataclasses.is_dataclass(value) else (Same(value), held)
+        by_value = dataclasses.is_dataclass(value) and type(value).__eq__ is not object.__eq__
+        return held if by_value else (self._identify(value), held)
 
     def _read_dict(self, value: Mapping[Any, Any], names: Iterable[str] = ()) -> Hashable:
         return tuple((self.read(name), self.read(entry, names)) for name, entry in value.items())
+
+
+class _LastingReader(_Reader):
+    """Reads only what does not depend on any object that may be made anew."""
+
+    def _identify(self, value: Any) -> Hashable:
+        if is_jitted(value):
+            return "jitted"
+        raise NotComparableError(f"a {type(value).__name__} may be made anew")
+
+    def _read_function(self, function: types.FunctionType) -> Hashable:
+        return super()._read_function(function) if may_be_made_anew(function) else Same(function)
+
+
+def may_be_made_anew(function: types.FunctionType) -> bool:
+    """Whether a function is a lambda or inside another function, rather than its module's or a class's own."""
+    return "<" in function.__qualname__
 
 
 def _is_library(value: Any) -> bool:
@@ -147,8 +180,10 @@ def _is_library(value: Any) -> bool:
         return _root(value.__module__ or "") in _LIBRARIES
     if isinstance(value, types.ModuleType):
         return _root(value.__name__) in _LIBRARIES
-    kind: Any = type(value)
-    return kind.__hash__ is object.__hash__ and kind.__module__ != "builtins" and _root(kind.__module__) in _LIBRARIES
+    if isinstance(value, jax.Array) or type(value).__hash__ is not object.__hash__ or type(value).__module__ == "builtins":
+        return False
+    # What JAX wraps is of the module that it was written in.
+    return _root(getattr(value, "__module__", None) or "") in _LIBRARIES
 
 
 def _root(module: str) -> str:

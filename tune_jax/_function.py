@@ -10,12 +10,12 @@ from typing import Any
 import jax
 
 from tune_jax._binding import make_call
-from tune_jax._call import with_hints
+from tune_jax._call import Call, with_hints
 from tune_jax._entry import WrongEntryError, make_entry
 from tune_jax._hoist import hoist
 from tune_jax._jax import shaped, trace_state_clean
 from tune_jax._leaves import is_concrete
-from tune_jax._lookup import key_of, memory_of, tune_once
+from tune_jax._lookup import key_of, known_results, memory_of, tune_once
 from tune_jax._primitive import HANDED, bind_call
 from tune_jax._records import Tunable
 from tune_jax._results import Results
@@ -77,15 +77,15 @@ class TunedFunction:
 
         Returns the results at hand if these arguments have been tuned for already.
         """
-        call, inputs = hoist(*make_call(self._tunable, args, kwargs))
+        call, inputs = self._bind(args, kwargs)
         results = tune_once(call, _abstract(inputs), _concrete(inputs))
         assert results is not None, "only a call inside the function itself meets its own tuning"
         return results
 
     def results_for(self, /, *args: Any, **kwargs: Any) -> Results | None:
         """The results that calls with these arguments go by, None if they have not been tuned for."""
-        call, inputs = hoist(*make_call(self._tunable, args, kwargs))
-        return memory_of(self._tunable).results.get(key_of(call, _abstract(inputs), _concrete(inputs)))
+        call, inputs = self._bind(args, kwargs)
+        return known_results(memory_of(self._tunable), key_of(call, _abstract(inputs), _concrete(inputs)))
 
     def lower(self, /, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lower as a jitted function does; tunes if nobody has, and holds the winner."""
@@ -100,6 +100,10 @@ class TunedFunction:
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
         """The shapes and dtypes of the result as `jax.ShapeDtypeStruct`s; never tunes."""
         return self._stage("eval_shape", args, kwargs)
+
+    def _bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Call, Sequence[Any]]:
+        call, inputs = make_call(self._tunable, args, kwargs)
+        return (call, inputs) if trace_state_clean() else hoist(call, inputs)
 
     def _stage(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         before, HANDED.arguments = HANDED.arguments, (args, kwargs)

@@ -19,7 +19,7 @@ from tune_jax._call import CLOSED_OVER, Call, Hints
 from tune_jax._closures import holds_tracer
 from tune_jax._failure import attempt
 from tune_jax._jax import Tracer, closed_over
-from tune_jax._leaves import Static
+from tune_jax._leaves import Shown, Static
 from tune_jax._outline import candidates_of, outline, trace_candidate
 from tune_jax._records import Failure, Tunable
 from tune_jax._traced import TracedCall, choice_key, read_traced
@@ -34,7 +34,7 @@ def hoist(call: Call, inputs: Sequence[Any]) -> tuple[Call, Sequence[Any]]:
     if not may_hold_tracer(call) and not outline(call, avals).closes_over_tracers:
         return call, inputs
     candidates = candidates_of(call)
-    traced = [attempt("trace", functools.partial(trace_candidate, call, each, avals)) for each in candidates]
+    traced = [attempt("trace", functools.partial(trace_candidate, call, avals, each)) for each in candidates]
     hoisted = _tracers_of(traced)
     places = {id(tracer): index for index, tracer in enumerate(hoisted)}
     outcomes = {
@@ -83,17 +83,7 @@ def _refuse(*args: Any, **kwargs: Any) -> Any:
     raise AssertionError("a call with traced candidates runs these")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Shown:
-    """Stands for a static value that holds tracers, with what it looked like."""
-
-    text: str
-
-    def __repr__(self) -> str:
-        return self.text
-
-
 def _without_tracers(static: Static) -> Static:
     if not holds_tracer([static.value]):
         return static
-    return Static(_Shown(type(static.value).__name__), _Shown)
+    return Static(Shown(type(static.value).__name__), Shown)

@@ -9,14 +9,15 @@ from typing import Any
 
 import jax
 
-from tune_jax._call import Call, without_hints
+from tune_jax._call import Call
 from tune_jax._jax import ShapedArray, default_device_setting, settings
 from tune_jax._leaves import describe_aval
+from tune_jax._sharing import common_call
 
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """What makes two calls the same tuning. `str(key)` is for people, `key.digest` for file names."""
+    """What makes two calls the same tuning, of equal tuned functions too. `str(key)` is for people, `key.digest` for file names."""
 
     call: Call
     avals: tuple[Any, ...]
@@ -40,7 +41,7 @@ class Key:
 def make_key(call: Call, avals: Sequence[Any], *, placement: Sequence[str], device: str) -> Key:
     """Make the key of a call under the caller's present settings."""
     plain = tuple(ShapedArray(aval.shape, aval.dtype) for aval in avals)
-    return Key(without_hints(call), plain, tuple(placement), device, settings())
+    return Key(common_call(call, avals), plain, tuple(placement), device, settings())
 
 
 def describe_arguments(call: Call, avals: Sequence[Any]) -> str:

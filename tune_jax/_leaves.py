@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tune_jax._content import Content, NotComparableError, content_of
+from tune_jax._content import Content, NotComparableError, content_of, may_be_made_anew
 from tune_jax._errors import ArgumentError
 from tune_jax._jax import Tracer
 from tune_jax._records import Tunable
@@ -30,6 +30,16 @@ class Static:
 
     value: Any = dataclasses.field(compare=False)
     key: Hashable
+
+
+@dataclasses.dataclass(frozen=True)
+class Shown:
+    """Stands for a static value that is not kept, with how it looked."""
+
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +91,7 @@ def make_static(label: str, value: Any) -> Static:
         )
     if isinstance(value, functools.partial):
         return _static_partial(label, value)
-    if isinstance(value, types.FunctionType) and "<" in value.__qualname__:
+    if isinstance(value, types.FunctionType) and may_be_made_anew(value):
         return _static_function(value)
     equal: Any = type(value).__eq__
     if isinstance(value, slice) or equal in (tuple.__eq__, frozenset.__eq__):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import threading
@@ -22,6 +23,7 @@ from tune_jax._outline import UNTRACEABLE, Untraceable, candidates_of, outline
 from tune_jax._records import Candidate, Tunable
 from tune_jax._results import Results, make_results
 from tune_jax._session import run_session
+from tune_jax._sharing import is_common
 
 
 @dataclasses.dataclass(eq=False)
@@ -32,16 +34,47 @@ class Memory:
     latest: Results | None = None
     timing_results: dict[int, Any] = dataclasses.field(default_factory=dict)
     optimal_hyperparams: dict[str, Any] = dataclasses.field(default_factory=dict)
-    running: dict[Key, threading.Thread] = dataclasses.field(default_factory=dict)
-    changed: threading.Condition = dataclasses.field(default_factory=threading.Condition)
 
     def keep(self, key: Key, results: Results) -> None:
         """Remember results as the latest, and show them in the two dicts."""
-        with self.changed:
+        with _CHANGED:
             self.results[key] = results
             self.latest = results
             _replace(self.timing_results, results.timing_results())
             _replace(self.optimal_hyperparams, dict(results.best.hyperparams))
+
+
+class Shared:
+    """The results that equal tuned functions have in common; of so many keys the ones used last."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._results: collections.OrderedDict[Key, Results] = collections.OrderedDict()
+
+    def get(self, key: Key) -> Results | None:
+        """The results of any function of this key, None if there are none."""
+        with _CHANGED:
+            if key in self._results:
+                self._results.move_to_end(key)
+            return self._results.get(key)
+
+    def keep(self, key: Key, results: Results) -> None:
+        """Remember results that no single function owns."""
+        with _CHANGED:
+            if is_common(key.call):
+                self._results[key] = results
+            while len(self._results) > self._most:
+                self._results.popitem(last=False)
+
+    def clear(self) -> None:
+        """Forget all."""
+        with _CHANGED:
+            self._results.clear()
+
+
+_CHANGED = threading.Condition()
+_RUNNING: dict[Key, threading.Thread] = {}
+SHARED = Shared(most=512)
 
 
 def memory_of(tunable: Tunable) -> Memory:
@@ -87,27 +120,35 @@ def tune_once(call: Call, avals: Sequence[Any], given: Sequence[Any]) -> Results
     """
     memory = memory_of(call.tunable)
     key = key_of(call, avals, given)
-    with memory.changed:
-        while key not in memory.results:
-            if memory.running.get(key) is threading.current_thread() or _is_called_back(call):
+    with _CHANGED:
+        while (known := known_results(memory, key)) is None:
+            if _RUNNING.get(key) is threading.current_thread() or _is_called_back(call):
                 return None
-            if key not in memory.running:
-                memory.running[key] = threading.current_thread()
+            if key not in _RUNNING:
+                _RUNNING[key] = threading.current_thread()
                 break
-            memory.changed.wait()
+            _CHANGED.wait()
         else:
-            return memory.results[key]
+            if key not in memory.results:
+                memory.keep(key, known)
+            return known
     try:
         results = run_session(call, avals, given)
         if not results.timed:
             memory.latest = results
             raise NoCandidateError(summarise({row.id: row.failure for row in results.rows if row.failure}))
         memory.keep(key, results)
+        SHARED.keep(key, results)
         return results
     finally:
-        with memory.changed:
-            del memory.running[key]
-            memory.changed.notify_all()
+        with _CHANGED:
+            del _RUNNING[key]
+            _CHANGED.notify_all()
+
+
+def known_results(memory: Memory, key: Key) -> Results | None:
+    """The results that a tuned function with this memory goes by, its own or those of an equal one."""
+    return memory.results.get(key) or SHARED.get(key)
 
 
 def key_of(call: Call, avals: Sequence[Any], given: Sequence[Any]) -> Key:

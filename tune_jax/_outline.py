@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -56,6 +57,16 @@ class Untraceable:
     failures: Mapping[int, Failure]
 
 
+class _Open(threading.local):
+    """The calls that this thread is outlining."""
+
+    def __init__(self) -> None:
+        self.keys: set[Any] = set()
+
+
+_OPEN = _Open()
+
+
 def candidates_of(call: Call) -> list[Candidate]:
     """The candidates among which this call chooses."""
     asked = call.tunable
@@ -69,17 +80,24 @@ def outline(call: Call, avals: Sequence[Any]) -> Outline:
 
     Raises:
       NoCandidateError: no candidate can be traced.
+      RecursionError: the call is made while it is being traced itself.
     """
     known: dict[Any, Outline] = call.tunable.state.setdefault("outlines", {})
     key = (without_hints(call), tuple(avals), trace_context())
-    if key not in known:
-        first, traced = _first_that_traces(call, avals, lambda candidate: trace_candidate(call, candidate, avals))
-        found = _read_outline(first, traced)
-        if found.closes_over_tracers:
-            # Another time it may close over none.
-            return found
+    if key in known:
+        return known[key]
+    if key in _OPEN.keys:
+        raise RecursionError(f"{call.tunable.name} calls itself with arguments like its own")
+    _OPEN.keys.add(key)
+    try:
+        first, traced = _first_that_traces(call, avals, functools.partial(trace_candidate, call, avals))
+    finally:
+        _OPEN.keys.remove(key)
+    found = _read_outline(first, traced)
+    if not found.closes_over_tracers:
+        # Another time it may close over some.
         known[key] = found
-    return known[key]
+    return found
 
 
 def batched_call(call: Call, batch: Batch, avals: Sequence[Any]) -> tuple[Call, tuple[bool, ...]]:
@@ -137,7 +155,7 @@ def _try_first(describe: Describe, static: frozenset[int]) -> Outline | None:
     call, values = describe(static)
     avals = [shaped(jax.typeof(value)) for value in values]
     candidate = candidates_of(call)[0]
-    traced = attempt("trace", lambda: trace_candidate(call, candidate, avals))
+    traced = attempt("trace", lambda: trace_candidate(call, avals, candidate))
     return None if isinstance(traced, Failure) else _read_outline(candidate, traced)
 
 
@@ -168,7 +186,7 @@ def _first_that_traces(call: Call, avals: Sequence[Any], trace: Callable[[Candid
     raise NoCandidateError(summarise(failures))
 
 
-def trace_candidate(call: Call, candidate: Candidate, avals: Sequence[Any]) -> Any:
+def trace_candidate(call: Call, avals: Sequence[Any], candidate: Candidate) -> Any:
     """Trace a candidate for inputs of these abstract values, in the ambient trace."""
     return jax.jit(wrap(call, candidate.hyperparams, name="outline")).trace(*abstract_inputs(avals))
 
