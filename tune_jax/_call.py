@@ -18,7 +18,6 @@ from tune_jax._leaves import Static, is_concrete, is_dynamic, keep_static
 from tune_jax._records import Tunable
 from tune_jax._traced import TracedCall
 
-
 # The parameter that stands for what a function closes over: no name of Python's, so that no function has it.
 CLOSED_OVER = "closed-over"
 

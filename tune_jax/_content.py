@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import sys
 import types
 import weakref
@@ -17,12 +18,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from tune_jax._closures import attributes, global_names
+from tune_jax._closures import attributes, cell_contents, global_names
 from tune_jax._jax import Tracer, is_jitted
 
 # Content that is larger is not worth comparing at each call.
 _MOST_PARTS = 400
 _LIBRARIES = {"jax", "jaxlib", "numpy", "ml_dtypes", "builtins"}
+_PLAIN = {bool, int, float, complex, str, bytes, type(None), types.CodeType}
 _EMPTY_CELL = "empty cell"
 
 
@@ -174,20 +176,32 @@ def may_be_made_anew(function: types.FunctionType) -> bool:
     return "<" in function.__qualname__
 
 
+def plain_parts(function: types.FunctionType) -> tuple[Any, ...] | None:
+    """What a function reads from outside, if all of it is plain: while these are the same, so is its content."""
+    if function.__defaults__ or function.__kwdefaults__ or function.__dict__:
+        return None
+    found = function.__globals__
+    used = [found[name] for name in global_names(function.__code__) if name in found]
+    parts = (function.__code__, *cell_contents(function), *used)
+    return parts if all(type(part) in _PLAIN or _is_library(part) for part in parts) else None
+
+
+def are_same(parts: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
+    """Whether these are the very same objects."""
+    return len(parts) == len(others) and all(map(operator.is_, parts, others))
+
+
 def _is_library(value: Any) -> bool:
     """Whether a function, class, module or object is one of JAX's or NumPy's, which does not change."""
-    if isinstance(value, types.FunctionType | types.BuiltinFunctionType | type):
-        return _root(value.__module__ or "") in _LIBRARIES
+    kind: Any = type(value)
     if isinstance(value, types.ModuleType):
-        return _root(value.__name__) in _LIBRARIES
-    if isinstance(value, jax.Array) or type(value).__hash__ is not object.__hash__ or type(value).__module__ == "builtins":
+        module = value.__name__
+    elif isinstance(value, types.FunctionType | types.BuiltinFunctionType | type) or kind.__hash__ is object.__hash__:
+        # What JAX wraps is of the module that it was written in.
+        module = getattr(value, "__module__", None) or ""
+    else:
         return False
-    # What JAX wraps is of the module that it was written in.
-    return _root(getattr(value, "__module__", None) or "") in _LIBRARIES
-
-
-def _root(module: str) -> str:
-    return module.partition(".")[0]
+    return module.partition(".")[0] in _LIBRARIES
 
 
 def _hashes_by_value(value: Any) -> bool:

@@ -24,6 +24,7 @@ from tune_jax._outline import candidates_of, outline, trace_candidate
 from tune_jax._records import Failure, Tunable
 from tune_jax._traced import TracedCall, choice_key, read_traced
 
+
 def hoist(call: Call, inputs: Sequence[Any]) -> tuple[Call, Sequence[Any]]:
     """Return a call that closes over no traced value and does the same, and its inputs.
 

@@ -17,7 +17,10 @@ from tune_jax._sharing import common_call
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """What makes two calls the same tuning, of equal tuned functions too. `str(key)` is for people, `key.digest` for file names."""
+    """What makes two calls the same tuning. `str(key)` is for people, `key.digest` for file names.
+
+    `call` is what it has in common with calls of equal tuned functions.
+    """
 
     call: Call
     avals: tuple[Any, ...]

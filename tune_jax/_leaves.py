@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tune_jax._content import Content, NotComparableError, content_of, may_be_made_anew
+from tune_jax._content import Content, NotComparableError, are_same, content_of, may_be_made_anew, plain_parts
 from tune_jax._errors import ArgumentError
 from tune_jax._jax import Tracer
 from tune_jax._records import Tunable
@@ -122,8 +122,15 @@ def _static_partial(label: str, value: functools.partial[Any]) -> Static:
     return Static(kept, (type(value), function.key, args.key, keywords.key))
 
 
-# What each function that can be made anew was compared by when it first came.
-_FIRST_CONTENTS: weakref.WeakKeyDictionary[types.FunctionType, Content | None] = weakref.WeakKeyDictionary()
+@dataclasses.dataclass(frozen=True)
+class _FirstLook:
+    """What a function was compared by when it first came, None for by identity; `parts` are what it then read."""
+
+    content: Content | None
+    parts: tuple[Any, ...] | None
+
+
+_FIRST_LOOKS: weakref.WeakKeyDictionary[types.FunctionType, _FirstLook] = weakref.WeakKeyDictionary()
 
 
 def _static_function(value: types.FunctionType) -> Static:
@@ -131,12 +138,16 @@ def _static_function(value: types.FunctionType) -> Static:
 
     One that does not stay what it was when it first came, say because it counts its calls, is compared by identity.
     """
+    parts = plain_parts(value)
+    first = _FIRST_LOOKS.get(value)
+    if first is not None and parts is not None and first.parts is not None and are_same(parts, first.parts):
+        return Static(value, first.content)
     try:
         content = content_of(value)
     except NotComparableError:
         content = None
-    first = _FIRST_CONTENTS.setdefault(value, content)
-    return Static(value, (type(value), value) if content is None or content != first else content)
+    first = _FIRST_LOOKS.setdefault(value, _FirstLook(content, None if content is None else parts))
+    return Static(value, (type(value), value) if content is None or content != first.content else content)
 
 
 def _static_by_parts(label: str, value: Any) -> Static:

@@ -67,7 +67,8 @@ def common_call(call: Call, avals: Sequence[Any]) -> Call:
 def is_common(call: Call) -> bool:
     """Whether what `common_call` made of a call holds nothing that is one tuned function's own."""
     statics = [static for _, static in (*call.statics, *call.fixed)]
-    own = isinstance(call.tunable.content, Same) or not all(isinstance(static.value, Shown) for static in statics)
+    kin: Any = call.tunable
+    own = isinstance(kin.content, Same) or not all(isinstance(static.value, Shown) for static in statics)
     return not own
 
 
