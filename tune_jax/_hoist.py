@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -23,6 +24,10 @@ from tune_jax._leaves import Shown, Static
 from tune_jax._outline import candidates_of, outline, trace_candidate
 from tune_jax._records import Failure, Tunable
 from tune_jax._traced import TracedCall, choice_key, read_traced
+
+
+# Stands for a default that holds a traced value; like one it is an input by its type, which no call adds by itself.
+_SOME_INPUT = 0.0
 
 
 def hoist(call: Call, inputs: Sequence[Any]) -> tuple[Call, Sequence[Any]]:
@@ -77,7 +82,16 @@ def _without_function(call: Call, programs: TracedCall) -> Call:
 def _without_code(tunable: Tunable) -> Tunable:
     """What the user asked for, without the function; what is found out shows at the same place."""
     shown = {name: known for name, known in tunable.state.items() if name in ("memory", "warned")}
-    return dataclasses.replace(tunable, function=_refuse, state=shown)
+    signature = _without_traced_defaults(tunable.signature)
+    return dataclasses.replace(tunable, function=_refuse, signature=signature, state=shown)
+
+
+def _without_traced_defaults(signature: inspect.Signature) -> inspect.Signature:
+    parameters = [
+        parameter.replace(default=_SOME_INPUT) if holds_tracer([parameter.default]) else parameter
+        for parameter in signature.parameters.values()
+    ]
+    return signature.replace(parameters=parameters)
 
 
 def _refuse(*args: Any, **kwargs: Any) -> Any:
