@@ -22,7 +22,7 @@ from tune_jax._closures import attributes, cell_contents, global_names
 from tune_jax._jax import Tracer, is_jitted
 
 # Content that is larger is not worth comparing at each call.
-_MOST_PARTS = 400
+_MOST_PARTS = 1000
 _LIBRARIES = {"jax", "jaxlib", "numpy", "ml_dtypes", "builtins"}
 _PLAIN = {bool, int, float, complex, str, bytes, type(None), types.CodeType}
 _EMPTY_CELL = "empty cell"
@@ -82,9 +82,13 @@ class _Reader:
 
     def __init__(self) -> None:
         self._met: dict[int, tuple[int, Any]] = {}
+        self._read = 0
 
     def read(self, value: Any, names: Iterable[str] = ()) -> Hashable:
         """The content of a value that is used by code which reads attributes of these names."""
+        self._read += 1
+        if self._read > _MOST_PARTS:
+            raise NotComparableError(f"it has more than {_MOST_PARTS} parts")
         kind = type(value)
         if value is None or kind in (bool, int, str, bytes, types.CodeType):
             return kind, value
@@ -94,8 +98,6 @@ class _Reader:
             return kind, value.tobytes()
         if id(value) in self._met:
             return "again", self._met[id(value)][0]
-        if len(self._met) >= _MOST_PARTS:
-            raise NotComparableError(f"it has more than {_MOST_PARTS} parts")
         self._met[id(value)] = len(self._met), value
         return kind, self._read_large(value, names)
 

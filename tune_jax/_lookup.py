@@ -51,6 +51,9 @@ class Shared:
         self._most = most
         self._results: collections.OrderedDict[Key, Results] = collections.OrderedDict()
 
+    def __len__(self) -> int:
+        return len(self._results)
+
     def get(self, key: Key) -> Results | None:
         """The results of any function of this key, None if there are none."""
         with _CHANGED:
