@@ -47,7 +47,7 @@ class Settings:
     scale: float
 
 
-Pair = collections.namedtuple("Pair", "first second")  # noqa: PYI024
+Pair = collections.namedtuple("Pair", "first second")
 
 
 def module_function(y):
@@ -218,7 +218,7 @@ def test_the_same_object_is_equal_only_as_long_as_it_lives():
     assert hash(one) == hash(other)
     del holder
     assert one != other
-    assert one == one  # noqa: PLR0124
+    assert one == one
 
 
 # What lasts

@@ -101,9 +101,9 @@ PROGRAMS: dict[str, Callable[[Maker], Callable[..., Any]]] = {
     "nested": _nested,
     "helper": _helper,
     "number beside it": lambda make: lambda w: make(lambda x, n, *, factor: jnp.sum(x * w) * n * factor / factor)(Y, 2),
-    "inner jit": lambda make: lambda w: make(
-        lambda x, *, factor: jax.jit(lambda x: jnp.sum(jnp.sin(x * w)))(x) * factor / factor
-    )(Y),
+    "inner jit": lambda make: (
+        lambda w: make(lambda x, *, factor: jax.jit(lambda x: jnp.sum(jnp.sin(x * w)))(x) * factor / factor)(Y)
+    ),
 }
 
 TRANSFORMS: dict[str, Callable[..., Any]] = {

@@ -9,8 +9,6 @@ import gc
 import weakref
 from typing import Any
 
-import equinox
-import flax.linen
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -97,32 +95,34 @@ class Net:
         return tune(lambda x, b: x * self.w * b / b, GRID, progress=False)(x)
 
 
-class Module(equinox.Module):
-    w: Any
+@pytest.fixture
+def module():
+    """A model of equinox that tunes in its call."""
+    equinox = pytest.importorskip("equinox")
 
-    def __call__(self, x):
-        return tune(lambda x, b: x * self.w * b / b, GRID, progress=False)(x)
+    class Module(equinox.Module):
+        w: Any
+
+        def __call__(self, x):
+            return tune(lambda x, b: x * self.w * b / b, GRID, progress=False)(x)
+
+    return Module
 
 
-class Linen(flax.linen.Module):
-    @flax.linen.compact
-    def __call__(self, x):
-        w = self.param("w", lambda key: jnp.full(4, 3.0))
-        return tune(lambda x, b: x * w * b / b, GRID, progress=False)(x)
-
-
-@pytest.mark.parametrize("kind", [Net, Module])
-def test_a_function_tuned_inside_a_models_call_is_tuned_once(kind, count_tunings):
+@pytest.mark.parametrize("kind", ["plain", "equinox"])
+def test_a_function_tuned_inside_a_models_call_is_tuned_once(kind, count_tunings, request):
+    make = Net if kind == "plain" else request.getfixturevalue("module")
     for scale in (1.0, 3.0, 5.0):
-        model = kind(jnp.full(4, scale))
+        model = make(jnp.full(4, scale))
         np.testing.assert_allclose(model(X), X * scale)
         np.testing.assert_allclose(model(X), X * scale)
     # Which small arrays are closed over counts, since they may say how much work there is.
     assert count_tunings() == 3
 
 
-def test_a_function_tuned_inside_an_equinox_model_trains(count_tunings):
-    model = Module(jnp.full(4, 3.0))
+def test_a_function_tuned_inside_an_equinox_model_trains(module, count_tunings):
+    equinox = pytest.importorskip("equinox")
+    model = module(jnp.full(4, 3.0))
     for _ in range(3):
         grads = equinox.filter_jit(equinox.filter_grad(lambda model: model(X).sum()))(model)
         np.testing.assert_allclose(grads.w, X)
@@ -131,6 +131,14 @@ def test_a_function_tuned_inside_an_equinox_model_trains(count_tunings):
 
 
 def test_a_function_tuned_inside_a_flax_module_trains(count_tunings):
+    linen = pytest.importorskip("flax.linen")
+
+    class Linen(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            w = self.param("w", lambda key: jnp.full(4, 3.0))
+            return tune(lambda x, b: x * w * b / b, GRID, progress=False)(x)
+
     params = Linen().init(jax.random.key(0), X)
     tuned_at_init = count_tunings()
     loss = lambda params: Linen().apply(params, X).sum()  # noqa: E731
@@ -215,12 +223,11 @@ def test_a_tuning_that_failed_is_not_shared():
 
 
 def test_what_is_shared_keeps_no_function_argument_or_object_alive():
-    net = Net(jnp.ones(4))
+    def closing_over(net):
+        return lambda x, what, b: net(x) * what.scale * b / b
 
-    def function(x, what, b):
-        return net(x) * what.scale * b / b
-
-    value = jax.device_put(X)
+    net, value = Net(jnp.ones(4)), jax.device_put(X)
+    function = closing_over(net)
     alive = [weakref.ref(thing) for thing in (net, net.w, function, value)]
     tune(function, GRID)(value, dataclasses.make_dataclass("Named", ["scale"], frozen=True)(1.0))
     assert len(SHARED) == 2

@@ -24,6 +24,8 @@ from tune_jax._results import Results
 class TunedFunction:
     """A function that tunes itself at its first call for new arguments and runs the winner after that.
 
+    What an equal tuned function of this process was tuned for counts as its own from its first such call on.
+
     Attributes:
       timing_results: dict from candidate id to an object with `hyperparams`, `t_mean` and `t_std` in seconds,
         fastest first, of the latest tuning; empty before the first.

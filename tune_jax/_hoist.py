@@ -25,7 +25,6 @@ from tune_jax._outline import candidates_of, outline, trace_candidate
 from tune_jax._records import Failure, Tunable
 from tune_jax._traced import TracedCall, choice_key, read_traced
 
-
 # Stands for a default that holds a traced value; like one it is an input by its type, which no call adds by itself.
 _SOME_INPUT = 0.0
 

@@ -17,8 +17,8 @@ from tune_jax._failure import attempt
 from tune_jax._jax import outside_traces
 from tune_jax._leaves import Shown, Static
 from tune_jax._outline import candidates_of, trace_candidate
-from tune_jax._records import Failure, Tunable
-from tune_jax._traced import digest_of, read_traced
+from tune_jax._records import Candidate, Tunable
+from tune_jax._traced import TracedCandidate, digest_of, read_traced
 
 # So many candidates stand for all of those of a function that can only be compared by what it computes.
 _MOST_TRACED = 8
@@ -103,5 +103,9 @@ def _digest_some(call: Call, avals: Sequence[Any]) -> str:
     step = max(1, -(-len(candidates) // _MOST_TRACED))
     chosen = dict.fromkeys([*range(0, len(candidates), step), len(candidates) - 1])
     with outside_traces():
-        traced = [attempt("trace", functools.partial(trace_candidate, call, avals, candidates[i])) for i in chosen]
-    return digest_of(found if isinstance(found, Failure) else read_traced(found, {}) for found in traced)
+        outcomes = [attempt("trace", functools.partial(_trace_alone, call, avals, candidates[i])) for i in chosen]
+    return digest_of(outcomes)
+
+
+def _trace_alone(call: Call, avals: Sequence[Any], candidate: Candidate) -> TracedCandidate:
+    return read_traced(trace_candidate(call, avals, candidate), places={})
