@@ -36,7 +36,7 @@ LAUNCHES_A_TRACE = 2000
 def main() -> None:
     options = _read_options()
     case = load_case(options.case)
-    tunings = [_tune(case) for _ in range(options.tunings)]
+    tunings = [_tune(case, seed) for seed in range(options.tunings)]
     groups = _group(tunings[-1])
     started = time.perf_counter()
     programs = _compile(case, sorted(set(groups.values())))
@@ -57,9 +57,9 @@ def _read_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _tune(case: Case) -> Any:
-    """Tune a fresh tuned function, which knows of no earlier tuning."""
-    tuned = tune(case.function, hyperparams=case.hyperparams)
+def _tune(case: Case, seed: int) -> Any:
+    """Tune a tuned function that, its seed being another, knows of no earlier tuning."""
+    tuned = tune(case.function, hyperparams=case.hyperparams, seed=seed)
     error = case.check(jax.block_until_ready(tuned(*case.inputs)))
     best = tuned.results.best
     print(

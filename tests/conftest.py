@@ -41,6 +41,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip("needs a GPU")
 
 
+@pytest.fixture(autouse=True)
+def forget_tunings() -> None:
+    """Let no test find what an equal function of another test was tuned for."""
+    from tune_jax._lookup import SHARED
+
+    SHARED.clear()
+
+
 @pytest.fixture
 def quick_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure little: for tests that ask how a tuning goes, not who wins it."""

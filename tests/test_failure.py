@@ -11,7 +11,7 @@ import pytest
 
 from tune_jax import _failure as failure_room
 from tune_jax._errors import NoCandidateError
-from tune_jax._failure import attempt, describe_failure, own_frames, pick_own, summarise
+from tune_jax._failure import FailedBeforeError, attempt, describe_failure, own_frames, pick_own, summarise
 from tune_jax._records import NONE_WORKS, Failure
 
 
@@ -182,3 +182,13 @@ def test_an_exception_that_cannot_say_its_message_is_a_failure_like_others():
     failure = attempt("run", lambda: raise_(Mute()))
     assert (failure.error_type, failure.message) == ("Mute", "its message cannot be read: __str__ raised LookupError")
     assert "in raise_" in failure.traceback
+
+
+def test_what_failed_before_is_the_failure_that_it_was():
+    failure = attempt("trace", lambda: {}["missing"])
+    assert isinstance(failure, Failure)
+
+    def again():
+        raise FailedBeforeError(failure)
+
+    assert attempt("compile", again) is failure

@@ -301,6 +301,44 @@ def test_an_input_read_by_an_effect_is_used():
     assert _jax.used_inputs(traced(function, X, X)) == (True, True)
 
 
+def test_what_a_program_closes_over_is_told_if_a_tracer_is_among_it():
+    found = []
+
+    def program(w):
+        found.append(_jax.closed_over(jax.jit(lambda x: x * w).trace(X)))
+        assert found[0][0] is w
+        return w
+
+    jax.jit(program)(2.0)
+    assert len(found[0]) == 1
+    assert _jax.closed_over(jax.jit(lambda x: x * X).trace(X)) == ()
+
+
+def test_a_traced_program_runs_on_values():
+    closed = traced(lambda x, y: (x * y + X, jax.jit(jnp.sin)(y)), X, X)
+    product, sine = _jax.eval_closed(closed, [X + 1, X + 2])
+    np.testing.assert_allclose(product, (X + 1) * (X + 2) + X)
+    np.testing.assert_allclose(sine, np.sin(X + 2), rtol=1e-6)
+
+
+def test_a_program_traced_under_a_mesh_runs_inside_and_outside_of_it():
+    mesh = jax.make_mesh((1,), ("i",), axis_types=(AxisType.Auto,))
+    found = []
+
+    def program(w):
+        found.append(jax.jit(lambda x, w: jax.jit(jnp.sin)(x) * w + jax.jit(jnp.multiply)(x, w)).trace(X, w).jaxpr)
+        (inside,) = _jax.eval_closed(found[0], [jnp.asarray(X), w])
+        (cast,) = _jax.eval_closed(found[0], [jnp.asarray(X), jnp.asarray(X)])
+        assert jax.typeof(cast) == jax.typeof(inside)
+        return inside
+
+    out = jax.jit(jax.shard_map(program, mesh=mesh, in_specs=P("i"), out_specs=P("i")))(X)
+    np.testing.assert_allclose(out, np.sin(X) * X + X * X, rtol=1e-6)
+    assert "pvary" in str(found[0])
+    (alone,) = _jax.eval_closed(found[0], [X, X])
+    np.testing.assert_allclose(alone, out, rtol=1e-6)
+
+
 def test_dynamic_bounds_of_grids_are_counted_wherever_they_are():
     def copy(x_ref, out_ref):
         out_ref[...] = x_ref[...]

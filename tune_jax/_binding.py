@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from tune_jax._call import Call, bind_arguments, describe_call, split_fixed
+from tune_jax._hoist import may_hold_tracer
 from tune_jax._jax import shaped
 from tune_jax._leaves import is_concrete, is_dynamic, is_number
 from tune_jax._outline import Describe, static_numbers
@@ -44,9 +45,12 @@ def make_call(tunable: Tunable, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 def _settle_numbers(loose: Call, avals: tuple[Any, ...], describe: Describe, numbers: frozenset[int]) -> frozenset[int]:
     known: dict[Any, frozenset[int]] = loose.tunable.state.setdefault("numbers", {})
     key = (loose, avals, numbers)
-    if key not in known:
-        known[key] = static_numbers(describe, numbers)
-    return known[key]
+    if key in known:
+        return known[key]
+    found = static_numbers(describe, numbers)
+    if not may_hold_tracer(loose):
+        known[key] = found
+    return found
 
 
 def _space_for(tunable: Tunable, arguments: Mapping[str, Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Space:

@@ -17,6 +17,10 @@ import jax
 from tune_jax._leaves import Static, is_concrete, is_dynamic, keep_static
 from tune_jax._placement import MeshShape
 from tune_jax._records import Tunable
+from tune_jax._traced import TracedCall
+
+# The parameter that stands for what a function closes over: no name of Python's, so that no function has it.
+CLOSED_OVER = "closed-over"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +57,8 @@ class Call:
     `names` are the parameters given, `tree` the structure of the tuple of their values, `statics` its static
     leaves by index, `fixed` the hyperparameters given at call time, `batches` the vmaps from the inside out. `moving`
     are the inputs by which the whole is then differentiated, if the backward pass belongs to the call too. `mesh` is
-    the one around all of this, if the function cannot be run without.
+    the one around all of this, if the function cannot be run without. `traced` holds the programs of a function that
+    closes over traced values, which go behind its own inputs.
     """
 
     tunable: Tunable
@@ -67,6 +72,7 @@ class Call:
     moving: tuple[int, ...] = ()
     mesh: MeshShape | None = None
     hints: Hints = Hints()
+    traced: TracedCall | None = None
 
     def __repr__(self) -> str:
         # Shown in the text of every jaxpr that the call is in.
@@ -77,6 +83,11 @@ class Call:
         """Indices of the leaves that are inputs."""
         static = {index for index, _ in self.statics}
         return tuple(index for index in range(self.tree.num_leaves) if index not in static)
+
+    @property
+    def closed_over_count(self) -> int:
+        """How many of the inputs are no arguments, but what the function closes over."""
+        return 0 if self.traced is None else len(self.traced.avals)
 
     @property
     def fixed_values(self) -> dict[str, Any]:

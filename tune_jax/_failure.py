@@ -29,6 +29,14 @@ _MOST_ERRORS = 10
 _MOST_FRAMES = 5
 
 
+class FailedBeforeError(Exception):
+    """Raised in place of an error that has been made a Failure before."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
 def attempt(stage: Stage, action: Callable[[], T]) -> T | Failure:
     """Return what `action` returns, or the Failure that it ended in; the exception and its frames are let go."""
     try:
@@ -43,6 +51,8 @@ def attempt(stage: Stage, action: Callable[[], T]) -> T | Failure:
 
 def describe_failure(stage: Stage, error: BaseException) -> Failure:
     """Turn an exception into a Failure; running out of memory, and what a host callback raised, are named first."""
+    if isinstance(error, FailedBeforeError):
+        return error.failure
     message = _message_of(error) or type(error).__name__
     cause = _host_cause(message)
     if cause:

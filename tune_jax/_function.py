@@ -11,10 +11,11 @@ import jax
 
 from tune_jax._alone import stand_alone
 from tune_jax._binding import make_call
-from tune_jax._call import with_hints
+from tune_jax._call import Call, with_hints
 from tune_jax._entry import WrongEntryError, make_entry
+from tune_jax._hoist import hoist
 from tune_jax._jax import Tracer, shaped, trace_state_clean
-from tune_jax._lookup import key_of, memory_of, tune_once
+from tune_jax._lookup import key_of, known_results, memory_of, tune_once
 from tune_jax._primitive import HANDED, bind_call
 from tune_jax._records import Tunable
 from tune_jax._results import Results
@@ -22,6 +23,8 @@ from tune_jax._results import Results
 
 class TunedFunction:
     """A function that tunes itself at its first call for new arguments and runs the winner after that.
+
+    What an equal tuned function of this process was tuned for counts as its own from its first such call on.
 
     Attributes:
       timing_results: dict from candidate id to an object with `hyperparams`, `t_mean` and `t_std` in seconds,
@@ -76,7 +79,7 @@ class TunedFunction:
 
         Returns the results at hand if these arguments have been tuned for already.
         """
-        call, inputs = make_call(self._tunable, args, kwargs)
+        call, inputs = self._bind(args, kwargs)
         alone = stand_alone(call, _abstract(inputs))
         results = tune_once(alone.call, alone.avals, _known(inputs))
         assert results is not None, "only a call inside the function itself meets its own tuning"
@@ -84,9 +87,9 @@ class TunedFunction:
 
     def results_for(self, /, *args: Any, **kwargs: Any) -> Results | None:
         """The results that calls with these arguments go by, None if they have not been tuned for."""
-        call, inputs = make_call(self._tunable, args, kwargs)
+        call, inputs = self._bind(args, kwargs)
         alone = stand_alone(call, _abstract(inputs))
-        return memory_of(self._tunable).results.get(key_of(alone.call, alone.avals, _known(inputs)))
+        return known_results(memory_of(self._tunable), key_of(alone.call, alone.avals, _known(inputs)))
 
     def lower(self, /, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lower as a jitted function does; tunes if nobody has, and holds the winner."""
@@ -101,6 +104,10 @@ class TunedFunction:
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
         """The shapes and dtypes of the result as `jax.ShapeDtypeStruct`s; never tunes."""
         return self._stage("eval_shape", args, kwargs)
+
+    def _bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Call, Sequence[Any]]:
+        call, inputs = make_call(self._tunable, args, kwargs)
+        return (call, inputs) if trace_state_clean() else hoist(call, inputs)
 
     def _stage(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         before, HANDED.arguments = HANDED.arguments, (args, kwargs)

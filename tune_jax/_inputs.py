@@ -11,7 +11,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from tune_jax._call import Batch, Call, bind_arguments
+from tune_jax._call import CLOSED_OVER, Batch, Call, bind_arguments
 from tune_jax._errors import ExampleError
 from tune_jax._jax import key_impl_name
 from tune_jax._leaves import describe_aval, is_concrete, is_dynamic
@@ -80,7 +80,8 @@ def read_examples(call: Call, avals: Sequence[Any]) -> list[Any]:
     if asked.example_args is None and asked.example_kws is None:
         return [None] * len(avals)
     shapes = [_own_shape(call.batches, index, aval.shape) for index, aval in enumerate(avals)]
-    abstract = call.arguments([jax.ShapeDtypeStruct(s, aval.dtype) for s, aval in zip(shapes, avals, strict=True)])
+    structs = [jax.ShapeDtypeStruct(shape, aval.dtype) for shape, aval in zip(shapes, avals, strict=True)]
+    abstract = {name: value for name, value in call.arguments(structs).items() if name != CLOSED_OVER}
     args = _resolve(asked.example_args, abstract, ())
     kwargs = _resolve(asked.example_kws, abstract, {})
     examples = _bind_examples(call, args, kwargs)

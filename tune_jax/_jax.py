@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+from jax import lax
 
 try:
     from jax._src import config as _config
@@ -156,6 +157,51 @@ def used_inputs(closed_jaxpr: Any) -> tuple[bool, ...]:
     """Which inputs of a traced program its outputs or effects depend on."""
     jaxpr = closed_jaxpr.jaxpr
     return tuple(partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1])
+
+
+def closed_over(traced: Any) -> tuple[Any, ...]:
+    """What a traced program closes over, if tracers are among it; the program's first inputs stand for these."""
+    return tuple(traced._consts)
+
+
+def eval_closed(closed_jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
+    """Run a traced program in the ambient trace; outside of the mesh it was traced under, nothing varies over that."""
+    jaxpr, given = closed_jaxpr.jaxpr, [*closed_jaxpr.consts, *inputs]
+    variables = [*jaxpr.constvars, *jaxpr.invars]
+    results = [variable for equation in jaxpr.eqns for variable in equation.outvars]
+    if not set().union(*(_varying_axes(v.aval) for v in (*variables, *results))) <= set(axis_names()):
+        return _eval_unvarying(jaxpr, dict(zip(variables, given, strict=True)))
+    given = [_vary_as(v.aval, value) for v, value in zip(variables, given, strict=True)]
+    split = len(closed_jaxpr.consts)
+    return list(_core.eval_jaxpr(jaxpr, given[:split], *given[split:]))
+
+
+def _varying_axes(aval: Any) -> frozenset[Any]:
+    """The mesh axes in whose places an array inside `jax.shard_map` may have different values."""
+    return frozenset(getattr(getattr(aval, "manual_axis_type", None), "varying", ()))
+
+
+def _vary_as(aval: Any, value: Any) -> Any:
+    missing = _varying_axes(aval) - _varying_axes(jax.typeof(value))
+    return lax.pcast(value, tuple(missing), to="varying") if missing else value
+
+
+def _eval_unvarying(jaxpr: Any, values: dict[Any, Any]) -> list[Any]:
+    def read(atom: Any) -> Any:
+        return values[atom] if isinstance(atom, _core.Var) else atom.val
+
+    for equation in jaxpr.eqns:
+        primitive, operands = equation.primitive, [read(atom) for atom in equation.invars]
+        if primitive.name in ("pvary", "pcast"):
+            results = operands
+        elif primitive.name in ("jit", "pjit"):
+            results = eval_closed(equation.params["jaxpr"], operands)
+        else:
+            with equation.ctx.manager:
+                found = primitive.bind(*operands, **primitive.get_bind_params(equation.params))
+            results = found if primitive.multiple_results else [found]
+        values.update(zip(equation.outvars, results, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
 
 
 def dynamic_grid_bounds(closed_jaxpr: Any) -> int:

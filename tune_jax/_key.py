@@ -10,11 +10,12 @@ from typing import Any
 
 import jax
 
-from tune_jax._call import Call, without_hints
+from tune_jax._call import Call
 from tune_jax._digest import lasting_text
 from tune_jax._jax import ShapedArray, default_device_setting, settings
 from tune_jax._leaves import describe_aval
 from tune_jax._placement import Placement, mesh_devices
+from tune_jax._sharing import common_call
 
 # What a digest goes by. Not the examples, which are data, nor the seed, nor what changes no program.
 _TUNABLE_FIELDS = (
@@ -35,25 +36,16 @@ _CALL_FIELDS = ("space", "names", "tree", "batches", "moving", "mesh")
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """What makes two calls the same tuning. `str(key)` is for people, `key.digest` for file names."""
+    """What makes two calls the same tuning. `str(key)` is for people, `key.digest` for file names.
+
+    `call` is what it has in common with calls of equal tuned functions.
+    """
 
     call: Call
     avals: tuple[Any, ...]
     placement: tuple[Placement | None, ...]
     device: str
     settings: tuple[tuple[str, Any], ...]
-
-    @property
-    def digest(self) -> str:
-        """Hexadecimal digest of what the key says, equal in every process that runs the same program."""
-        return hashlib.sha256(self._lasting_text().encode()).hexdigest()[:32]
-
-    def _lasting_text(self) -> str:
-        tunable, call = self.call.tunable, self.call
-        own = {name: getattr(tunable, name) for name in _TUNABLE_FIELDS}
-        own |= {name: getattr(call, name) for name in _CALL_FIELDS}
-        statics = [(name, static.value) for name, static in (*call.statics, *call.fixed)]
-        return lasting_text((own, statics, self.avals, self.placement, self.device, self.settings))
 
     def __str__(self) -> str:
         names = self.call.input_names
@@ -69,7 +61,18 @@ class Key:
 def make_key(call: Call, avals: Sequence[Any], *, placement: Sequence[Placement | None], device: str) -> Key:
     """Make the key of a call under the caller's present settings; `placement` has an entry an input."""
     plain = tuple(ShapedArray(aval.shape, aval.dtype) for aval in avals)
-    return Key(without_hints(call), plain, tuple(placement) if any(placement) else (), device, settings())
+    return Key(common_call(call, avals), plain, tuple(placement) if any(placement) else (), device, settings())
+
+
+def digest_of(key: Key, call: Call) -> str:
+    """Hexadecimal digest of a key of this call, equal in every process that runs the same program."""
+    tunable = call.tunable
+    own = {name: getattr(tunable, name) for name in _TUNABLE_FIELDS}
+    own |= {name: getattr(call, name) for name in _CALL_FIELDS}
+    statics = [(name, static.value) for name, static in (*call.statics, *call.fixed)]
+    programs = call.traced and call.traced.digest()
+    text = lasting_text((own, statics, programs, key.avals, key.placement, key.device, key.settings))
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def describe_arguments(call: Call, avals: Sequence[Any]) -> str:

@@ -8,12 +8,14 @@ import enum
 import functools
 import types
 import warnings
+import weakref
 from collections.abc import Hashable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
+from tune_jax._content import Content, NotComparableError, are_same, content_of, may_be_made_anew, plain_parts
 from tune_jax._errors import ArgumentError
 from tune_jax._jax import Tracer
 from tune_jax._records import Tunable
@@ -28,6 +30,16 @@ class Static:
 
     value: Any = dataclasses.field(compare=False)
     key: Hashable
+
+
+@dataclasses.dataclass(frozen=True)
+class Shown:
+    """Stands for a static value that is not kept, with how it looked."""
+
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +91,8 @@ def make_static(label: str, value: Any) -> Static:
         )
     if isinstance(value, functools.partial):
         return _static_partial(label, value)
+    if isinstance(value, types.FunctionType) and may_be_made_anew(value):
+        return _static_function(value)
     equal: Any = type(value).__eq__
     if isinstance(value, slice) or equal in (tuple.__eq__, frozenset.__eq__):
         return _static_by_parts(label, value)
@@ -106,6 +120,34 @@ def _static_partial(label: str, value: functools.partial[Any]) -> Static:
     kept = copy.copy(value)
     kept.__setstate__((function.value, args.value, keywords.value, dict(vars(value))))  # type: ignore[attr-defined]
     return Static(kept, (type(value), function.key, args.key, keywords.key))
+
+
+@dataclasses.dataclass(frozen=True)
+class _FirstLook:
+    """What a function was compared by when it first came, None for by identity; `parts` are what it then read."""
+
+    content: Content | None
+    parts: tuple[Any, ...] | None
+
+
+_FIRST_LOOKS: weakref.WeakKeyDictionary[types.FunctionType, _FirstLook] = weakref.WeakKeyDictionary()
+
+
+def _static_function(value: types.FunctionType) -> Static:
+    """A lambda or a function inside another, by its content: it can be made anew for each call.
+
+    One that does not stay what it was when it first came, say because it counts its calls, is compared by identity.
+    """
+    parts = plain_parts(value)
+    first = _FIRST_LOOKS.get(value)
+    if first is not None and parts is not None and first.parts is not None and are_same(parts, first.parts):
+        return Static(value, first.content)
+    try:
+        content = content_of(value)
+    except NotComparableError:
+        content = None
+    first = _FIRST_LOOKS.setdefault(value, _FirstLook(content, None if content is None else parts))
+    return Static(value, (type(value), value) if content is None or content != first.content else content)
 
 
 def _static_by_parts(label: str, value: Any) -> Static:

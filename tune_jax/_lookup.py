@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import threading
@@ -27,6 +28,7 @@ from tune_jax._records import Candidate, Tunable
 from tune_jax._results import Results, make_results
 from tune_jax._session import run_session
 from tune_jax._shardings import trial_shardings
+from tune_jax._sharing import is_common
 from tune_jax._together import find_span, tune_together
 
 
@@ -38,16 +40,50 @@ class Memory:
     latest: Results | None = None
     timing_results: dict[int, Any] = dataclasses.field(default_factory=dict)
     optimal_hyperparams: dict[str, Any] = dataclasses.field(default_factory=dict)
-    running: dict[Key, threading.Thread] = dataclasses.field(default_factory=dict)
-    changed: threading.Condition = dataclasses.field(default_factory=threading.Condition)
 
     def keep(self, key: Key, results: Results) -> None:
         """Remember results as the latest, and show them in the two dicts."""
-        with self.changed:
+        with _CHANGED:
             self.results[key] = results
             self.latest = results
             _replace(self.timing_results, results.timing_results())
             _replace(self.optimal_hyperparams, dict(results.best.hyperparams))
+
+
+class Shared:
+    """The results that equal tuned functions have in common; of so many keys the ones used last."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._results: collections.OrderedDict[Key, Results] = collections.OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._results)
+
+    def get(self, key: Key) -> Results | None:
+        """The results of any function of this key, None if there are none."""
+        with _CHANGED:
+            if key in self._results:
+                self._results.move_to_end(key)
+            return self._results.get(key)
+
+    def keep(self, key: Key, results: Results) -> None:
+        """Remember results that no single function owns."""
+        with _CHANGED:
+            if is_common(key.call):
+                self._results[key] = results
+            while len(self._results) > self._most:
+                self._results.popitem(last=False)
+
+    def clear(self) -> None:
+        """Forget all."""
+        with _CHANGED:
+            self._results.clear()
+
+
+_CHANGED = threading.Condition()
+_RUNNING: dict[Key, threading.Thread] = {}
+SHARED = Shared(most=512)
 
 
 def memory_of(tunable: Tunable) -> Memory:
@@ -96,7 +132,7 @@ def find_winner(
 
 def _note(recording: Recording, call: Call, avals: Sequence[Any], given: Sequence[Any], alone: Alone) -> Candidate:
     key = key_of(alone.call, alone.avals, given)
-    known = None if alone.obstacle else memory_of(call.tunable).results.get(key)
+    known = None if alone.obstacle else known_results(memory_of(call.tunable), key)
     stand_in = outline(call, avals).first if known is None else _as_candidate(known)
     note = Note(alone.call, alone.avals, tuple(given), stand_in, alone.obstacle, place_of(call, avals))
     recording.add((key, alone.obstacle), note)
@@ -117,17 +153,19 @@ def tune_once(call: Call, avals: Sequence[Any], given: Sequence[Any]) -> Results
     """
     memory = memory_of(call.tunable)
     key = key_of(call, avals, given)
-    with memory.changed:
-        while key not in memory.results:
-            if memory.running.get(key) is threading.current_thread() or _is_called_back(call):
+    with _CHANGED:
+        while (known := known_results(memory, key)) is None:
+            if _RUNNING.get(key) is threading.current_thread() or _is_called_back(call):
                 return None
-            if key not in memory.running:
-                memory.running[key] = threading.current_thread()
+            if key not in _RUNNING:
+                _RUNNING[key] = threading.current_thread()
                 break
-            if not _wait_for(memory, key):
+            if not _wait_for(key):
                 return None
         else:
-            return memory.results[key]
+            if key not in memory.results:
+                memory.keep(key, known)
+            return known
     try:
         store = find_coordinator()
         results = run_session(call, avals, given) if store is None else tune_together(store, key, call, avals, given)
@@ -135,38 +173,42 @@ def tune_once(call: Call, avals: Sequence[Any], given: Sequence[Any]) -> Results
             memory.latest = results
             raise NoCandidateError(summarise({row.id: row.failure for row in results.rows if row.failure}))
         memory.keep(key, results)
+        SHARED.keep(key, results)
         return results
     finally:
-        with memory.changed:
-            del memory.running[key]
-            memory.changed.notify_all()
+        with _CHANGED:
+            del _RUNNING[key]
+            _CHANGED.notify_all()
+
+
+def known_results(memory: Memory, key: Key) -> Results | None:
+    """The results that a tuned function with this memory goes by, its own or those of an equal one."""
+    return memory.results.get(key) or SHARED.get(key)
 
 
 # What each thread that waits is waiting for.
-_awaited: dict[threading.Thread, tuple[Memory, Key]] = {}
-_awaited_lock = threading.Lock()
+_AWAITED: dict[threading.Thread, Key] = {}
 
 
-def _wait_for(memory: Memory, key: Key) -> bool:
-    """Wait for a change in `memory`, whose lock is held; False, at once, where threads would wait in a circle."""
+def _wait_for(key: Key) -> bool:
+    """Wait for a change, with the lock held; False, at once, where threads would wait for each other in a circle."""
     caller = threading.current_thread()
-    with _awaited_lock:
-        if caller in _find_waiting(memory, key):
-            return False
-        _awaited[caller] = (memory, key)
+    if caller in _find_waiting(key):
+        return False
+    _AWAITED[caller] = key
     try:
-        memory.changed.wait()
+        _CHANGED.wait()
     finally:
-        del _awaited[caller]
+        del _AWAITED[caller]
     return True
 
 
-def _find_waiting(memory: Memory, key: Key) -> Iterator[threading.Thread]:
+def _find_waiting(key: Key) -> Iterator[threading.Thread]:
     """The thread that is tuning a key, the one tuning what that one waits for, and so on."""
-    awaited: tuple[Memory, Key] | None = (memory, key)
-    while awaited is not None and (thread := awaited[0].running.get(awaited[1])) is not None:
+    awaited: Key | None = key
+    while awaited is not None and (thread := _RUNNING.get(awaited)) is not None:
         yield thread
-        awaited = _awaited.get(thread)
+        awaited = _AWAITED.get(thread)
 
 
 def tune_alone(alone: Alone, given: Sequence[Any], devices: Sequence[jax.Device] = ()) -> Results | None:

@@ -15,7 +15,16 @@ import jax
 from tune_jax._call import Batch, Call, with_batch, without_hints
 from tune_jax._errors import NoCandidateError
 from tune_jax._failure import attempt, summarise
-from tune_jax._jax import dynamic_grid_bounds, placed_parts, shaped, struct_of, takes_cotangent, used_inputs
+from tune_jax._jax import (
+    Tracer,
+    closed_over,
+    dynamic_grid_bounds,
+    placed_parts,
+    shaped,
+    struct_of,
+    takes_cotangent,
+    used_inputs,
+)
 from tune_jax._recording import lasting_context
 from tune_jax._records import Candidate, Failure
 from tune_jax._space import list_candidates
@@ -50,6 +59,7 @@ class Outline:
     used: tuple[bool, ...]
     dynamic_bounds: int
     placed: tuple[Any, ...]
+    closes_over_tracers: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,14 +85,19 @@ def outline(call: Call, avals: Sequence[Any]) -> Outline:
 
     Raises:
       NoCandidateError: no candidate can be traced.
+      RecursionError: the call is made while it is being traced itself.
     """
     known: dict[Any, Outline] = call.tunable.state.setdefault("outlines", {})
     key = (without_hints(call), tuple(avals), lasting_context())
-    if key not in known:
-        with _refusing_recursion(call, key):
-            first, traced = _first_that_traces(call, avals, lambda candidate: _trace(call, candidate, avals))
-        known[key] = _read_outline(first, traced)
-    return known[key]
+    if key in known:
+        return known[key]
+    with _refusing_recursion(call, key):
+        first, traced = _first_that_traces(call, avals, functools.partial(trace_candidate, call, avals))
+    found = _read_outline(first, traced)
+    if not found.closes_over_tracers:
+        # Another time it may close over some.
+        known[key] = found
+    return found
 
 
 class _Tracing(threading.local):
@@ -110,7 +125,7 @@ def _refusing_recursion(call: Call, key: Any) -> Iterator[None]:
 def first_can_be_traced(call: Call, avals: Sequence[Any]) -> bool:
     """Whether the first candidate can be traced here; a cheap question where the others will hardly differ."""
     candidate = candidates_of(call)[0]
-    return not isinstance(attempt("trace", lambda: _trace(call, candidate, avals)), Failure)
+    return not isinstance(attempt("trace", lambda: trace_candidate(call, avals, candidate)), Failure)
 
 
 def batched_call(call: Call, batch: Batch, avals: Sequence[Any]) -> tuple[Call, tuple[bool, ...]]:
@@ -187,7 +202,7 @@ def _try_first(describe: Describe, static: frozenset[int]) -> Outline | None:
     call, values = describe(static)
     avals = [shaped(jax.typeof(value)) for value in values]
     candidate = candidates_of(call)[0]
-    traced = attempt("trace", lambda: _trace(call, candidate, avals))
+    traced = attempt("trace", lambda: trace_candidate(call, avals, candidate))
     return None if isinstance(traced, Failure) else _read_outline(candidate, traced)
 
 
@@ -218,18 +233,21 @@ def _first_that_traces(call: Call, avals: Sequence[Any], trace: Callable[[Candid
     raise NoCandidateError(summarise(failures))
 
 
-def _trace(call: Call, candidate: Candidate, avals: Sequence[Any]) -> Any:
+def trace_candidate(call: Call, avals: Sequence[Any], candidate: Candidate) -> Any:
+    """Trace a candidate for inputs of these abstract values, in the ambient trace."""
     function = wrap(call, candidate.hyperparams, name="outline")
     return jax.jit(function).trace(*abstract_inputs(program_avals(call, avals)))
 
 
 def _read_outline(candidate: Candidate, traced: Any) -> Outline:
+    constants = closed_over(traced)
     return Outline(
         candidate,
         jax.tree.structure(traced.out_info),
         tuple(traced.jaxpr.out_avals),
         traced.jaxpr.effects,
-        used_inputs(traced.jaxpr),
+        used_inputs(traced.jaxpr)[len(constants) :],
         dynamic_grid_bounds(traced.jaxpr),
         placed_parts(traced.jaxpr),
+        any(isinstance(value, Tracer) for value in constants),
     )

@@ -16,6 +16,7 @@ import jax
 
 from tune_jax import _jax
 from tune_jax._call import Batch, Call, select_leaves, without_hints
+from tune_jax._hoist import hoist
 from tune_jax._leaves import is_concrete
 from tune_jax._lookup import find_winner
 from tune_jax._outline import abstract_inputs, batched_call, can_be_traced, outline
@@ -31,6 +32,7 @@ placed_call_p = _jax.make_primitive("placed_call")
 
 def bind_call(call: Call, inputs: Sequence[Any]) -> Any:
     """Make the tuned call in the ambient trace and return its result."""
+    call, inputs = hoist(call, inputs)
     return jax.tree.unflatten(outline(call, _avals(inputs)).tree, _bind(call, inputs))
 
 
@@ -57,7 +59,7 @@ def _take_inputs(call: Call) -> Sequence[Any]:
     taken, HANDED.arguments = HANDED.arguments, None
     if taken is None:
         return call.hints.values
-    leaves = select_leaves(call, *taken)
+    leaves = [*select_leaves(call, *taken), *[None] * call.closed_over_count]
     return [leaves[index] for index in call.dynamic_indices]
 
 

@@ -26,6 +26,8 @@ def asked_shardings(call: Call) -> list[Any]:
         return [None] * len(call.dynamic_indices)
     parts = call.tree.children()
     prefixes = _by_parameter(call, asked, len(parts))
+    if call.traced is not None:
+        prefixes[-1] = None  # what is closed over is no argument
     leaves = [leaf for prefix, part in zip(prefixes, parts, strict=True) for leaf in _spread(prefix, part)]
     return [leaves[index] for index in call.dynamic_indices]
 

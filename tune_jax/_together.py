@@ -20,7 +20,7 @@ from tune_jax._call import Call
 from tune_jax._config import CONFIG
 from tune_jax._errors import AgreementError, ArgumentError
 from tune_jax._jax import outside_traces
-from tune_jax._key import Key
+from tune_jax._key import Key, digest_of
 from tune_jax._records import Candidate, Failure
 from tune_jax._results import Results
 from tune_jax._session import Session, finish_session, start_session
@@ -52,8 +52,8 @@ def tune_together(store: Store, key: Key, call: Call, avals: Sequence[Any], give
     obstacle = find_span(call, avals, given)
     if obstacle is not None:
         raise ArgumentError(f"{call.tunable.name}: {obstacle}.")
-    digest = key.digest
-    attempts = _attempts_at(key, digest)
+    digest = digest_of(key, call)
+    attempts = _attempts_at(key, call, digest)
     topic = Topic(f"{digest}/{attempts.place}/{attempts.failed}", str(key))
     round = Round(store, topic, timeout_s=CONFIG.agreement_timeout_s)
     try:
@@ -81,9 +81,9 @@ def find_span(call: Call, avals: Sequence[Any], given: Sequence[Any]) -> str | N
     )
 
 
-def _attempts_at(key: Key, digest: str) -> _Attempts:
+def _attempts_at(key: Key, call: Call, digest: str) -> _Attempts:
     """Keys of one digest, as two tunings of one function have them, are told apart by which came first."""
-    known: dict[Key, _Attempts] = key.call.tunable.state.setdefault("attempts", {})
+    known: dict[Key, _Attempts] = call.tunable.state.setdefault("attempts", {})
     with _places_lock:
         if key not in known:
             known[key] = _Attempts(_places[digest])

@@ -37,6 +37,11 @@ def tune(
 ) -> Any:
     """Tune a function's hyperparameters by timing every choice on the device, at its first call for new arguments.
 
+    The function may close over values that JAX is tracing where it is called; they are inputs of what is tuned. It may
+    be made anew at each call: an equal function with equal options and an equal grid is tuned once in a process. For
+    that, the results of the last 512 distinct calls are kept, their timings and not their functions, arguments or
+    objects; another `seed` makes a tuning of its own.
+
     Example:
       >>> import jax.numpy as jnp
       >>> import tune_jax

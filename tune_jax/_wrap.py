@@ -22,6 +22,8 @@ def wrap(call: Call, hyperparams: Mapping[str, Any], *, name: str) -> Callable[.
     """
 
     def candidate(*inputs: Any) -> Any:
+        if call.traced is not None:
+            return call.traced.run(hyperparams, inputs)
         bound = bind(call, call.arguments(inputs), hyperparams)
         result = call.tunable.function(*bound.args, **bound.kwargs)
         _check_leaves(call.tunable.name, result)
