@@ -45,9 +45,9 @@ LEAVES = {"_records", "_errors", "_config", "_failure"}
 ROOMS = {
     "": "_tune _function _program _record _session _results _report",
     "_tune": "jax _jax _function _space",
-    "_function": "jax _jax _alone _binding _call _entry _hoist _leaves _lookup _primitive _results",
+    "_function": "jax _jax _alone _binding _call _entry _hoist _leaves _lookup _primitive _results _shardings",
     "_entry": "jax _jax _binding _call _leaves _primitive _shardings",
-    "_binding": "jax _jax _call _hoist _leaves _outline _space",
+    "_binding": "jax _jax _call _closures _leaves _outline _space",
     "_hoist": "jax _jax _call _closures _leaves _outline _traced",
     "_call": "jax _jax _leaves _placement _traced",
     "_traced": "jax numpy _jax _leaves",

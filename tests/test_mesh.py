@@ -199,6 +199,33 @@ def test_a_transformed_collective_is_tuned_over_the_mesh(name, check_vma, mesh, 
     assert len(keys) == 1
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_collective_is_tuned_with_its_backward_pass_on_the_mesh(check_vma, mesh, launches):
+    def program(f):
+        return over(mesh, check_vma=check_vma)(lambda x: jax.grad(lambda x: f(x).sum())(x))
+
+    function = tuned(ring, with_vjp=True)
+    same(program(function)(X), program(ring)(X))
+    (key,) = keys_of(function)
+    assert (key.call.moving, str(key.call.mesh)) == ((0,), "mesh(a=2 Manual, b=4 Manual)")
+    assert len(function.results.timed) == 2
+    assert set(launches) == {tuple(range(8))}
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
+def test_an_explicit_sharding_is_tuned_with_its_backward_pass(transform, launches):
+    mesh = make_mesh({"a": 2}, AxisType.Explicit, first=2)
+    x = jax.device_put(X, NamedSharding(mesh, P("a")))
+    function = tuned(plain, with_vjp=True)
+    same(*(transform(lambda x, f=f: jax.vjp(f, x)[1](x)[0])(x) for f in (function, plain)))
+    # Where a derivative is taken inside a jit, the devices are not known yet.
+    assert set(launches) == {(0, 1) if transform is jax.jit else (2, 3)}
+    (key,) = keys_of(function)
+    assert key.call.moving == (0,)
+    assert [place.spec for place in key.placement] == [P("a")]
+    assert len(function.results.timed) == 2
+
+
 AROUND = {
     "grad": lambda f: jax.jit(jax.grad(lambda x: f(x).sum())),
     "eager grad": lambda f: jax.grad(lambda x: f(x).sum()),

@@ -15,7 +15,14 @@ from tune_jax._binding import make_call
 from tune_jax._build import programs, threads
 from tune_jax._call import Batch, with_batch
 from tune_jax._errors import OptionError
-from tune_jax._shardings import input_shardings, layout_options, output_shardings, placed_inputs, spanning_arguments
+from tune_jax._shardings import (
+    committed_devices,
+    input_shardings,
+    layout_options,
+    output_shardings,
+    placed_inputs,
+    spanning_arguments,
+)
 
 X = np.arange(8, dtype=np.float32)
 
@@ -142,6 +149,19 @@ def test_only_committed_inputs_are_lowered_for_where_they_are(split):
     structs = placed_inputs([jax.typeof(X)] * 3, inputs)
     assert [struct.sharding for struct in structs] == [split, None, None]
     assert {(struct.shape, struct.dtype) for struct in structs} == {((8,), np.dtype(np.float32))}
+
+
+@pytest.mark.parametrize("kind", ["mesh", "single device", "struct", "nothing"])
+def test_the_devices_of_committed_values_are_told_in_order(kind):
+    third, second = jax.devices()[2:0:-1]
+    mesh = jax.sharding.Mesh(np.array([third, second]), ("a",))
+    values, expected = {
+        "mesh": ([X, jax.device_put(X, jax.NamedSharding(mesh, jax.P("a")))], (third, second)),
+        "single device": ([None, jax.device_put(X, second), jax.device_put(X, third)], (second,)),
+        "struct": ([jax.ShapeDtypeStruct((2,), X.dtype, sharding=jax.NamedSharding(mesh, jax.P()))], (third, second)),
+        "nothing": ([None, X, jnp.asarray(X)], ()),
+    }[kind]
+    assert committed_devices(values) == expected
 
 
 # In calls

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from tune_jax._call import Call, bind_arguments, describe_call, split_fixed
-from tune_jax._hoist import may_hold_tracer
+from tune_jax._closures import holds_tracer
 from tune_jax._jax import shaped
 from tune_jax._leaves import is_concrete, is_dynamic, is_number
 from tune_jax._outline import Describe, static_numbers
@@ -48,7 +48,7 @@ def _settle_numbers(loose: Call, avals: tuple[Any, ...], describe: Describe, num
     if key in known:
         return known[key]
     found = static_numbers(describe, numbers)
-    if not may_hold_tracer(loose):
+    if not holds_tracer(static.value for _, static in (*loose.statics, *loose.fixed)):
         known[key] = found
     return found
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from tune_jax._alone import stand_alone
+from tune_jax._alone import Alone, stand_alone
 from tune_jax._binding import make_call
 from tune_jax._call import Call, with_hints
 from tune_jax._entry import WrongEntryError, make_entry
@@ -19,6 +19,7 @@ from tune_jax._lookup import key_of, known_results, memory_of, tune_once
 from tune_jax._primitive import HANDED, bind_call
 from tune_jax._records import Tunable
 from tune_jax._results import Results
+from tune_jax._shardings import committed_devices
 
 
 class TunedFunction:
@@ -80,16 +81,16 @@ class TunedFunction:
         Returns the results at hand if these arguments have been tuned for already.
         """
         call, inputs = self._bind(args, kwargs)
-        alone = stand_alone(call, _abstract(inputs))
-        results = tune_once(alone.call, alone.avals, _known(inputs))
+        alone, known = _stand_alone(call, inputs)
+        results = tune_once(alone.call, alone.avals, known)
         assert results is not None, "only a call inside the function itself meets its own tuning"
         return results
 
     def results_for(self, /, *args: Any, **kwargs: Any) -> Results | None:
         """The results that calls with these arguments go by, None if they have not been tuned for."""
         call, inputs = self._bind(args, kwargs)
-        alone = stand_alone(call, _abstract(inputs))
-        return known_results(memory_of(self._tunable), key_of(alone.call, alone.avals, _known(inputs)))
+        alone, known = _stand_alone(call, inputs)
+        return known_results(memory_of(self._tunable), key_of(alone.call, alone.avals, known))
 
     def lower(self, /, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lower as a jitted function does; tunes if nobody has, and holds the winner."""
@@ -170,10 +171,7 @@ class TunedMethod:
 _TAKES_ARGUMENTS = {"tune", "results_for", "lower", "trace", "eval_shape"}
 
 
-def _abstract(inputs: Sequence[Any]) -> list[Any]:
-    return [shaped(jax.typeof(value)) for value in inputs]
-
-
-def _known(inputs: Sequence[Any]) -> list[Any]:
-    """Values, and structs for their shardings."""
-    return [None if isinstance(value, Tracer) else value for value in inputs]
+def _stand_alone(call: Call, inputs: Sequence[Any]) -> tuple[Alone, list[Any]]:
+    """The call on its own, and what is known of its inputs: values, and structs for their shardings."""
+    known = [None if isinstance(value, Tracer) else value for value in inputs]
+    return stand_alone(call, [shaped(jax.typeof(value)) for value in inputs], committed_devices(known)), known

@@ -27,7 +27,7 @@ from tune_jax._recording import Note, Recording, current_recording, place_of
 from tune_jax._records import Candidate, Tunable
 from tune_jax._results import Results, make_results
 from tune_jax._session import run_session
-from tune_jax._shardings import trial_shardings
+from tune_jax._shardings import committed_devices, trial_shardings
 from tune_jax._sharing import is_common
 from tune_jax._together import find_span, tune_together
 
@@ -114,6 +114,7 @@ def find_winner(
     if call.fixed and len(choices := candidates_of(call)) == 1:
         return choices[0]
     wanted = platforms or [default_device().platform]
+    devices = devices or committed_devices(given)
     with _on_platform(wanted, devices) as here:
         obstacle = _find_obstacle(call, avals, given) if here else f"no {' or '.join(wanted)} device is here to tune on"
         alone = Alone(call, tuple(avals), obstacle) if obstacle else stand_alone(call, avals, devices)

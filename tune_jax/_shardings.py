@@ -77,6 +77,14 @@ def _mesh_sharding(call: Call, aval: Any) -> Any:
     return jax.sharding.NamedSharding(call.mesh.build(), aval.sharding.spec)
 
 
+def committed_devices(values: Sequence[Any]) -> tuple[jax.Device, ...]:
+    """The devices that the first committed one of some values lies on, in its mesh's order; empty if none is."""
+    sharding = next((found for found in map(_committed_sharding, values) if found is not None), None)
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        return tuple(sharding.mesh.devices.flat)
+    return tuple(sharding.device_set) if sharding is not None else ()
+
+
 def placed_inputs(avals: Sequence[Any], inputs: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
     """Abstract values with the shardings of those inputs that are committed to their devices."""
     return [
