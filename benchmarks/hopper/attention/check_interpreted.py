@@ -1,4 +1,4 @@
-"""Hopper's forward attention in Pallas' GPU interpreter, with its check for races: no GPU needed, jax 0.11 or newer.
+"""Hopper's attention in Pallas' GPU interpreter, with its check for races: no GPU needed, jax 0.11 or newer.
 
     NPROC=16 python -m pytest --import-mode=prepend benchmarks/hopper/attention/check_interpreted.py
 
@@ -14,31 +14,15 @@ import os
 
 os.environ.setdefault("NPROC", "16")
 
+import functools
+
+import float64
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
+from backward import KeyConfig, attention_gradients
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernel import Config, attention
-
-
-def reference(q, k, v, *, causal=False, window=None, q_offset=0):
-    """float64 attention; rows without keys give 0."""
-    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    group = q.shape[2] // k.shape[2]
-    k, v = (np.repeat(x, group, axis=2) for x in (k, v))
-    logits = np.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(q.shape[-1])
-    behind = np.arange(q.shape[1])[:, None] + q_offset - np.arange(k.shape[1])[None]
-    keep = np.ones_like(behind, bool)
-    if causal:
-        keep &= behind >= 0
-    if window is not None:
-        keep &= behind < window
-    logits = np.where(keep, logits, -np.inf)
-    top = logits.max(axis=-1, keepdims=True)
-    weights = np.exp(logits - np.where(np.isfinite(top), top, 0))
-    total = weights.sum(axis=-1, keepdims=True)
-    return np.einsum("bhqk,bkhd->bqhd", weights / np.where(total == 0, 1, total), v)
 
 
 def draw(seed, batch, tq, tk, heads, kv_heads, d, dtype=jnp.bfloat16):
@@ -47,7 +31,7 @@ def draw(seed, batch, tq, tk, heads, kv_heads, d, dtype=jnp.bfloat16):
     return [jax.random.normal(key, shape, jnp.float32).astype(dtype) for key, shape in zip(keys, shapes, strict=True)]
 
 
-LARGEST_ERROR = 6e-3  # relative, in the 2-norm
+LARGEST_ERROR, LARGEST_LSE_ERROR = 6e-3, 1e-5  # relative, in the 2-norm
 
 CASES = {  # (batch, tq, tk, heads, kv heads, d), masks, config
     "full": ((1, 128, 256, 1, 1, 64), {}, Config()),
@@ -77,16 +61,44 @@ CASES = {  # (batch, tq, tk, heads, kv heads, d), masks, config
     "single": ((1, 384, 384, 1, 1, 64), {"causal": True}, Config(dealing="single")),
     "d 128": ((1, 128, 128, 1, 1, 128), {"causal": True}, Config(block_k=64)),
     "d 256": ((1, 128, 128, 1, 1, 256), {}, Config(block_k=64, own_output=False)),
+    "softcap": ((1, 128, 200, 2, 1, 64), {"causal": True, "q_offset": 40, "softcap": 2.0}, Config(block_k=64)),
+}
+
+GRADIENTS = {  # (batch, tq, tk, heads, kv heads, d), masks, options
+    "one pass": ((1, 256, 256, 1, 1, 128), {}, {}),
+    "one pass, late": ((1, 200, 300, 2, 1, 128), {}, {"key_config": KeyConfig(early=False)}),
+    "one pass, causal": ((1, 256, 384, 2, 1, 64), {"causal": True}, {}),
+    "one pass, blind rows": ((1, 333, 200, 2, 1, 128), {"causal": True, "q_offset": -70}, {}),
+    "one pass, window": ((1, 384, 384, 2, 1, 128), {"causal": True, "window": 100}, {}),
+    "two passes": ((1, 200, 300, 2, 1, 128), {}, {"deterministic": True}),
+    "two passes, causal": ((1, 333, 200, 2, 1, 128), {"causal": True, "q_offset": -70}, {"deterministic": True}),
+    "two passes, window": ((1, 300, 384, 1, 1, 64), {"causal": True, "window": 150}, {"deterministic": True}),
+    "d 256": ((1, 128, 192, 1, 1, 256), {}, {}),
+    "d 256, causal": ((1, 200, 130, 2, 1, 256), {"causal": True, "q_offset": -30}, {}),
 }
 
 
+INTERPRETED = {"interpret": plgpu.InterpretGPUParams(detect_races=True), "multiprocessor_count": 2}
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_interpreted(name, capfd):
+def test_forward(name, capfd):
     shape, masks, config = CASES[name]
-    q, k, v = draw(len(name), *shape)
-    interpret = plgpu.InterpretGPUParams(detect_races=True)
-    out = attention(q, k, v, config=config, interpret=interpret, multiprocessor_count=2, **masks)
-    expected = reference(q, k, v, **masks)
-    error = np.linalg.norm(np.asarray(out, np.float64) - expected) / np.linalg.norm(expected)
-    assert error < LARGEST_ERROR
+    inputs = draw(len(name), *shape)
+    out, lse = attention(*inputs, config=config, with_lse=True, **INTERPRETED, **masks)
+    expected, expected_lse = float64.attention(*inputs, **masks)
+    assert float64.distance(out, expected) < LARGEST_ERROR
+    assert float64.distance(lse, expected_lse) < LARGEST_LSE_ERROR
+    assert "RACE" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients(name, capfd):
+    shape, masks, options = GRADIENTS[name]
+    inputs, do = draw(len(name), *shape), draw(len(name) + 1, *shape)[0]
+    out, lse, *expected = float64.attention(*inputs, do, **masks)
+    out, lse = jnp.asarray(out, do.dtype), jnp.asarray(lse, jnp.float32)
+    backward = jax.jit(functools.partial(attention_gradients, **INTERPRETED, **masks, **options))
+    gradients = backward(*inputs, out, lse, do)
+    assert max(map(float64.distance, gradients, expected)) < LARGEST_ERROR
     assert "RACE" not in "".join(capfd.readouterr())

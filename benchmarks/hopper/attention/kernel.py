@@ -41,7 +41,7 @@ class Config:
     own_output: bool = True  # output staged in its own shared memory, so that q of the next tile loads early
     tolerance: float = 8.0  # the maximum may lag by so many powers of two; then the output is rescaled only when needed
     swizzle: int = 128
-    registers: int = 240  # of a compute warpgroup
+    registers: int | None = 240  # of a compute warpgroup; None: all get the same
     loader_registers: int = 24
     section_bytes: int = 24 * 2**20  # keys and values walked together, to stay in the L2
     tail: float = 0.5  # tiles shorter than this part of the longest come last
@@ -65,6 +65,7 @@ class Problem:
     causal: bool
     window: int | None
     q_offset: int
+    softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
 
     @property
     def masked(self):
@@ -97,21 +98,18 @@ class Problem:
         return self.masked or self.tk % block_k != 0
 
 
-def tile_order(problem, config, cost):
-    """[(head, q block)] in the order of walking, section after section of heads whose keys and values fit in the L2.
+def tile_order(heads, section, tail, cost):
+    """[(head, block)] in the order of walking, section after section of heads whose streamed tiles fit in the L2.
 
     Uneven tiles: longest first within a section; those shorter than `tail` of the longest wait until all sections
     are through, to even out the end.
     """
-    heads = problem.batch * problem.heads
-    kv_bytes = problem.tk * problem.d * 4 * problem.kv_heads / problem.heads
-    section = max(1, int(config.section_bytes // kv_bytes))
     parts = [range(start, min(start + section, heads)) for start in range(0, heads, section)]
     if (cost == cost[0]).all():
         return [(h, b) for part in parts for h in part for b in range(len(cost))]
     blocks = [int(b) for b in np.argsort(-cost, kind="stable")]
-    early = [b for b in blocks if cost[b] >= config.tail * cost.max()]
-    late = [b for b in blocks if cost[b] < config.tail * cost.max()]
+    early = [b for b in blocks if cost[b] >= tail * cost.max()]
+    late = [b for b in blocks if cost[b] < tail * cost.max()]
     return [(h, b) for part in parts for b in early for h in part] + [(h, b) for b in late for h in range(heads)]
 
 
@@ -153,15 +151,22 @@ def schedule(problem, config, multiprocessors):
         for x in problem.blocks(np.arange(q_blocks) * rows - problem.shift(rows), rows, config.block_k, np)
     )
     cost = (end - first) * config.block_k + 96
-    order = tile_order(problem, config, cost)
+    kv_bytes = problem.tk * problem.d * 4 * problem.kv_heads / problem.heads
+    section = max(1, int(config.section_bytes // kv_bytes))
+    order = tile_order(problem.batch * problem.heads, section, config.tail, cost)
     if config.dealing == "static":
         lists = least_loaded(order, cost, min(multiprocessors, len(order)))
     elif config.dealing == "pairs":
         lists = paired(order, cost, multiprocessors)
     else:
         lists = [[tile] for tile in order]
+    return table(lists, q_blocks)
+
+
+def table(lists, blocks):
+    """Lists of (head, block) as int32 [lists, 1 + longest]: the length, then head * blocks + block."""
     longest = max(map(len, lists))
-    return np.array([[len(x)] + [h * q_blocks + b for h, b in x] + [0] * (longest - len(x)) for x in lists], np.int32)
+    return np.array([[len(x)] + [h * blocks + b for h, b in x] + [0] * (longest - len(x)) for x in lists], np.int32)
 
 
 def multiprocessors():
@@ -275,7 +280,17 @@ class Softmax:
 
     def __init__(self, problem, config, dtype):
         self.problem, self.config, self.dtype = problem, config, dtype
-        self.factor = problem.scale * LOG2_E
+        self.factor = (problem.softcap or problem.scale) * LOG2_E
+
+    def capped(self, logits):
+        """The logits, or tanh of them by the cap; what is missing of the scale is `factor`.
+
+        By exp2 and the root, two instructions: the hardware's own tanh is right to 2^-11, and its division is slow.
+        """
+        if self.problem.softcap is None:
+            return logits
+        root = lax.rsqrt(1.0 + jnp.exp2(logits * (2 * LOG2_E * self.problem.scale / self.problem.softcap)))
+        return 1.0 - 2.0 * root * root
 
     def mask(self, logits, row, key):
         """Minus infinity where the mask forbids; row and key are those of the corner."""
@@ -317,10 +332,12 @@ class Refs(NamedTuple):
     k: Any
     v: Any
     o: Any
+    lse: Any  # or None, as lse_smem
     q_smem: Any
     k_smem: Any
     v_smem: Any
     o_smem: Any
+    lse_smem: Any
     q_ready: Any  # one a warpgroup, as is q_free
     q_free: Any
     k_ready: Any  # one a stage, as are those below
@@ -340,8 +357,10 @@ class Walk(NamedTuple):
 class Kernel:
     """The kernel's body for one problem and configuration."""
 
-    def __init__(self, problem, config, dtype, interpreted):
-        self.problem, self.config, self.dtype = problem, config, dtype
+    lag = 1  # v is used so many blocks after k, and loaded in that order
+
+    def __init__(self, problem, config, dtype, interpreted, with_lse):
+        self.problem, self.config, self.dtype, self.with_lse = problem, config, dtype, with_lse
         self.rows = config.compute * ROWS
         self.q_blocks = -(-problem.tq // self.rows)
         self.products, self.softmax = Products(interpreted), Softmax(problem, config, dtype)
@@ -349,7 +368,10 @@ class Kernel:
         self.empty_warpgroups = -problem.tq % self.rows >= ROWS  # some lie outside the queries: any rows, no store
 
     def body(self, *refs):
-        refs, warpgroup = Refs(*refs), lax.axis_index("warpgroup")
+        refs, warpgroup = (
+            Refs(*refs) if self.with_lse else Refs(*refs[:5], None, *refs[5:]),
+            lax.axis_index("warpgroup"),
+        )
         pl.when(warpgroup < self.config.compute)(lambda: self.compute(refs, warpgroup))
         pl.when(warpgroup == self.config.compute)(lambda: self.load(refs))
 
@@ -378,7 +400,8 @@ class Kernel:
     # The loader.
 
     def load(self, refs):
-        plgpu.set_max_registers(self.config.loader_registers, action="decrease")
+        if self.config.registers is not None:
+            plgpu.set_max_registers(self.config.loader_registers, action="decrease")
         self.for_tiles(refs, functools.partial(self.load_tile, refs))
         for w in range(self.config.compute):
             plgpu.barrier_wait(refs.q_free.at[w])
@@ -402,15 +425,18 @@ class Kernel:
         fetch_k = functools.partial(fetch, refs.k, refs.k_smem, refs.k_ready, refs.k_free)
         fetch_v = functools.partial(fetch, refs.v, refs.v_smem, refs.v_ready, refs.v_free)
 
-        def stream(t, _):  # the order in which they are used
+        def stream(t, _):
             fetch_k(t)
-            fetch_v(t - 1)
+            fetch_v(t - self.lag)
 
         fetch_k(jnp.int32(0))
         for w in range(self.config.compute):
             self.load_q(refs, batch, head, self.row(q_block, w), w)
+        if not self.lag:
+            fetch_v(jnp.int32(0))
         lax.fori_loop(1, end - first, stream, None)
-        fetch_v(end - first - 1)
+        if self.lag:
+            fetch_v(end - first - 1)
         return count + end - first
 
     def load_q(self, refs, batch, head, row, w):
@@ -422,7 +448,8 @@ class Kernel:
     # The compute warpgroups.
 
     def compute(self, refs, warpgroup):
-        plgpu.set_max_registers(self.config.registers, action="increase")
+        if self.config.registers is not None:
+            plgpu.set_max_registers(self.config.registers, action="increase")
         plgpu.barrier_arrive(refs.q_free.at[warpgroup])
         for s in range(self.config.stages):
             plgpu.barrier_arrive(refs.k_free.at[s])
@@ -466,6 +493,7 @@ class Kernel:
         plgpu.barrier_arrive(refs.v_free.at[s])
 
     def weigh(self, logits, state, walk, t, masked):
+        logits = self.softmax.capped(logits)
         if masked:
             logits = self.softmax.mask(logits, walk.row, (walk.end - 1 - t) * self.config.block_k)
         return self.softmax.step(logits, state, masked)
@@ -505,7 +533,7 @@ class Kernel:
 
     def last_step(self, refs, warpgroup, walk, t, carry, place):
         """The last product with v, and the output's way out."""
-        (acc, (_, total), weights), s = carry, self.slot(walk.count + t)
+        (acc, (maximum, total), weights), s = carry, self.slot(walk.count + t)
         acc = self.products.add(acc, weights, refs.v_smem.at[s])
         plgpu.barrier_arrive(refs.v_free.at[s])
         inverse = 1.0 / (jnp.where(total == 0.0, 1.0, total) if self.needs_mask else total)
@@ -513,10 +541,15 @@ class Kernel:
         if self.config.own_output:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         out[warpgroup] = (acc * across(inverse, acc.shape)).astype(self.dtype)
+        if self.with_lse:
+            refs.lse_smem[warpgroup] = maximum * math.log(2) + jnp.log(total)
         plgpu.commit_smem()
 
         def store():
-            plgpu.copy_smem_to_gmem(out.at[warpgroup], refs.o.at[place[0], pl.ds(walk.row, ROWS), place[1]])
+            (batch, head), rows = place, pl.ds(walk.row, ROWS)
+            if self.with_lse:
+                plgpu.copy_smem_to_gmem(refs.lse_smem.at[warpgroup], refs.lse.at[batch, head, rows])
+            plgpu.copy_smem_to_gmem(out.at[warpgroup], refs.o.at[batch, rows, head])
 
         pl.when(self.inside(walk.row))(store) if self.empty_warpgroups else store()
         if not self.config.own_output:
@@ -546,22 +579,26 @@ def attention(
     causal=False,
     window=None,
     q_offset=0,
+    softcap=None,
+    with_lse=False,
     config=None,
     interpret=None,
     multiprocessor_count=None,
     name="attention_forward",
 ):
-    """softmax(scale * q k^T, masked) v; row i of q sees key j when i + q_offset - window < j <= i + q_offset."""
+    """softmax(scale * q k^T, masked) v; row i of q sees key j when i + q_offset - window < j <= i + q_offset.
+
+    `with_lse` gives (output, log of the sum of the exponentials, float32 [B, H, Tq]; -inf for rows without keys).
+    """
     (batch, tq, heads, d), (_, tk, kv_heads, _), dtype = q.shape, k.shape, q.dtype
-    problem = Problem(
-        batch, tq, tk, heads, kv_heads, d, 1 / math.sqrt(d) if scale is None else scale, causal, window, q_offset
-    )
+    scale = 1 / math.sqrt(d) if scale is None else scale
+    problem = Problem(batch, tq, tk, heads, kv_heads, d, scale, causal, window, q_offset, softcap)
     config = config or default_config(d)
     if config.shared_bytes(d) > SHARED_BYTES:
         raise ValueError(f"{config.shared_bytes(d)} bytes of shared memory: more than {SHARED_BYTES}")
     work = schedule(problem, config, multiprocessor_count or multiprocessors())
     q, k, v = padded(q, ROWS), padded(k, config.block_k), padded(v, config.block_k)
-    kernel = Kernel(problem, config, dtype, interpret is not None)
+    kernel = Kernel(problem, config, dtype, interpret is not None, with_lse)
 
     def body(*refs):
         kernel.body(*refs)
@@ -576,14 +613,16 @@ def attention(
     kv_tiles = tiles((config.stages, config.block_k, d))
     ready = plgpu.Barrier(num_barriers=config.stages)
     free = plgpu.Barrier(num_arrivals=config.compute, num_barriers=config.stages)
-    out = plgpu.kernel(
+    lse_type = jax.ShapeDtypeStruct((batch, heads, -(-q.shape[1] // ROWS) * ROWS), jnp.float32)  # TMA may not clip it
+    out, *lse = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct(q.shape, dtype),
+        out_type=[jax.ShapeDtypeStruct(q.shape, dtype)] + [lse_type] * with_lse,
         scratch_types=[
             q_tiles,
             kv_tiles,
             kv_tiles,
             q_tiles if config.own_output else None,
+            plgpu.SMEM((config.compute, ROWS), jnp.float32) if with_lse else None,
             plgpu.Barrier(num_barriers=config.compute),
             plgpu.Barrier(num_barriers=config.compute),
             ready,
@@ -598,4 +637,4 @@ def attention(
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=False),
         **({} if interpret is None else {"interpret": interpret}),
     )(jnp.asarray(work), q, k, v)
-    return out[:, :tq]
+    return (out[:, :tq], lse[0][:, :, :tq]) if with_lse else out[:, :tq]
