@@ -3,13 +3,12 @@
     python benchmarks/hopper/grouped/bench.py OUT_FOLDER [check] [SHAPE ...]
 
 `check` compares the cases of CHECKS in plan.py with float32 and runs each twice; a SHAPE is a label of SHAPES there.
-Without either, everything runs. Group sizes are uneven; "even" is the rate with even groups. Our times are device times
-from jax.profiler, in one trace a shape and pass: the median over interleaved rounds of calls, of the named kernel and
-of the XLA kernels before it (the work list), which count. torch's, by CUDA events, come from torch_bench.py, which runs
-while ours compiles; without torch the ratios are left out. A ratio is the other's time / ours.
+Without either, everything runs. Times are device times from jax.profiler, in one trace a shape, pass and kind of group
+sizes, ours and torch's in it, in an order that changes from round to round: ours the median of the named kernel and the
+XLA kernels before it (the work list), which count; torch's the sum of its kernels, per call. Without torch the ratios
+are left out. A ratio is the other's time / ours. Every variant is compared with float32 on uneven sizes.
 
-A "no" variant is a probe: a kernel with that part left out, wrong on purpose. Every variant is compared with float32.
-Lines are printed as they come and written to OUT_FOLDER/table.txt; torch's are in OUT_FOLDER/torch.txt.
+Lines are printed as they come and written to OUT_FOLDER/table.txt.
 """
 
 from __future__ import annotations
@@ -24,26 +23,25 @@ os.environ["XLA_FLAGS"] = " ".join(  # the float32 reference's
 import argparse
 import collections
 import concurrent.futures
-import json
+import functools
 import pathlib
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 import traceback
-import unittest.mock
 
 import jax
 import jax.numpy as jnp
-import kernel
 import numpy as np
-from plan import ALSO_EVEN, CHECKS, PROBES, SHAPES, VARIANTS, abstract, operands, program, sizes_of
+
+try:
+    import peers
+except ImportError:
+    peers = None
+from plan import CHECKS, KINDS, SHAPES, VARIANTS, abstract, operands, program, sizes_of
 
 ROUNDS, CALLS = 4, 5
 LARGEST_ERROR = 4e-3
-SECONDS_FOR_TORCH = 60  # after ours has compiled
-PARTS = {"store": (kernel, "store_chunks"), "zero": (kernel.Outer, "zero")}  # what a probe leaves out
 
 
 def drawing(shapes, end):
@@ -123,11 +121,11 @@ def poison(shape):
 
 
 def compile_all(jobs):
-    """{key: compiled or the exception} of {key: (function, abstract arguments), or what is lowered already}."""
+    """{key: compiled or the exception} of {key: (function, abstract arguments)}."""
 
     def build(job):
         try:
-            return (job[0].lower(*job[1]) if isinstance(job, tuple) else job).compile()
+            return job[0].lower(*job[1]).compile()
         except Exception as error:  # noqa: BLE001 - it stands in the table; the other programs go on
             return error
 
@@ -154,21 +152,16 @@ def shape_jobs(where, which):
         ("draw", where, which): drawing(shapes, shape[0]),
         ("expect", where, which): (reference(which, int(sizes_of(where).max())), arguments),
     }
-    variant, parts = PROBES.get((where, which), (None, ()))
-    for part in parts:
-        with unittest.mock.patch.object(*PARTS[part], lambda *_: None):
-            probe = program(which, VARIANTS[where, which][variant], f"v_no{part}_x").lower(*arguments)
-        jobs[where, which, f"no{part}"] = probe
     for name, config in VARIANTS[where, which].items():
         jobs[where, which, name] = program(which, config, f"v_{name}_x"), arguments
     return jobs
 
 
 def device_events(folder):
-    """[(start, duration, kernel name)] of the trace in a folder, in ns and in order."""
+    """[(start, duration, kernel name, stream)] of the trace in a folder, in ns and in order."""
     [path] = pathlib.Path(folder).rglob("*.xplane.pb")
     return sorted(
-        (event.start_ns, event.duration_ns, event.name)
+        (event.start_ns, event.duration_ns, event.name, line.name)
         for plane in jax.profiler.ProfileData.from_file(str(path)).planes
         if "GPU" in plane.name
         for line in plane.lines
@@ -177,71 +170,95 @@ def device_events(folder):
     )
 
 
-def trace(compiled, arguments, folder):
+def trace(calls, rounds=ROUNDS):
+    """Device events of {name: function}, CALLS of each a round, the order turned by one from round to round."""
     options = jax.profiler.ProfileOptions()
     options.host_tracer_level = 0
     options.python_tracer_level = 0
-    jax.profiler.start_trace(folder, profiler_options=options)
-    for _ in range(ROUNDS):
-        for function in compiled.values():
-            for _ in range(CALLS):
-                out = function(*arguments)
-            out.block_until_ready()
-    jax.profiler.stop_trace()
-
-
-def measure(compiled, arguments):
-    """{name: (median microseconds of the kernel, the same with the kernels before it, calls)} from one trace."""
     with tempfile.TemporaryDirectory(prefix="grouped-") as folder:
-        trace(compiled, arguments, folder)
-        events = device_events(folder)
-    alone, together, before = collections.defaultdict(list), collections.defaultdict(list), 0
-    for _, duration, event in events:
+        jax.profiler.start_trace(folder, profiler_options=options)
+        for i in range(rounds):
+            for function in [*calls.values()][i:] + [*calls.values()][:i]:
+                for _ in range(CALLS):
+                    out = function()
+                jax.block_until_ready(out)
+                if peers:
+                    peers.wait()
+        jax.profiler.stop_trace()
+        return device_events(folder)
+
+
+def warm(function):
+    function()
+    peers.wait()
+    return function
+
+
+@functools.cache
+def dense_of(where):
+    """The dense product of a shape, and the names of its kernels."""
+    function = warm(peers.dense(where))
+    return function, {event[2] for event in trace({"dense": function}, 1)}
+
+
+def measure(compiled, arguments, where, which, kind):
+    """{name: (microseconds of the kernel, the same with the kernels before it)}, "torch" and "dense" among them."""
+    calls = {name: functools.partial(function, *arguments) for name, function in compiled.items()}
+    if peers:
+        dense, dense_names = dense_of(where)
+        others = {"torch": warm(peers.grouped(where, which, kind, arguments[:2])), "dense": dense}
+    events = trace(calls | others if peers else calls)
+    streams = {event[3] for event in events if any(f"v_{name}_x" in event[2] for name in compiled)}
+    alone, together, before, sums = (
+        collections.defaultdict(list),
+        collections.defaultdict(list),
+        0,
+        collections.Counter(),
+    )
+    for _, duration, event, stream in events:
+        if stream not in streams:
+            sums["dense" if event in dense_names else "torch"] += duration / 1e3 / ROUNDS / CALLS
+            continue
         before += duration
         if name := next((n for n in compiled if f"v_{n}_x" in event), None):
             alone[name].append(duration / 1e3)
             together[name].append(before / 1e3)
             before = 0
     median = statistics.median
-    return {name: (median(alone[name]), median(together[name]), len(alone[name])) for name in alone}
+    ours = {name: (median(alone[name]), median(together[name])) for name in alone}
+    return ours | {name: (time, time) for name, time in sums.items()}
 
 
-def ratios(where, which, microseconds, torch_times):
-    """Ratios to torch's times of this run, as far as there are any."""
-    times = torch_times.get(where, {})
-    peers = {"torch": times.get(f"{which} uneven"), "dense": times.get("dense")}
-    return "".join(f"  {time / microseconds:5.3f} of {peer}" for peer, time in peers.items() if time)
-
-
-def bench_shape(where, which, compiled, torch_times):
-    """The lines of one shape and pass."""
+def line_of(where, which, name, times):
+    """Rate, list and ratio to dense and torch for each kind of sizes."""
     m, k, n, _ = SHAPES[where]
+    line = f"{where:5}{which:8}{name:9}"
+    for kind, found in times.items():
+        alone, whole = found[name]
+        line += f"| {kind} {whole:7.1f} us (list {whole - alone:4.1f}) {2 * m * k * n / whole / 1e6:4.0f}"
+        line += "".join(f" {found[peer][1] / whole:5.3f}" for peer in ("dense", "torch") if peer in found)
+    return line
+
+
+def bench_shape(where, which, compiled):
+    """The lines of one shape and pass."""
     compiled = dict(compiled)
     draw, expect = compiled.pop("draw"), compiled.pop("expect")
-    arguments = *draw(np.int32(time.time_ns() % 2**31)), jnp.asarray(sizes_of(where))
+    operands = draw(np.int32(time.time_ns() % 2**31))
+    arguments = {kind: (*operands, jnp.asarray(sizes_of(where, kind))) for kind in KINDS}
     good = {name: f for name, f in compiled.items() if not isinstance(f, Exception)}
-    expected, errors = expect(*arguments), {}
+    expected, errors = expect(*arguments["uneven"]), {}
     for name, function in good.items():
         poison(expected.shape)
-        errors[name] = distance(function(*arguments), expected)
+        errors[name] = distance(function(*arguments["uneven"]), expected)
     del expected
-    times, evens = measure(good, arguments), {}
-    if which == "forward" and where in ALSO_EVEN:
-        evens = measure(good, (*arguments[:2], jnp.asarray(sizes_of(where, even=True))))
-    lines = []
-    for name in compiled:
-        if name not in times:
-            lines.append(f"{where:5}{which:8}{name:10} FAILED {str(compiled[name])[:200]}")
-            continue
-        alone, whole, count = times[name]
-        line = (
-            f"{where:5}{which:8}{name:10}{whole:9.1f} us (kernel {alone:8.1f}, {count} calls) "
-            f"{2 * m * k * n / whole / 1e6:6.1f} TFLOP/s  error {errors[name]:.1e}"
-        )
-        if name in evens:
-            line += f"  even {2 * m * k * n / evens[name][1] / 1e6:6.1f}"
-        lines.append(line + ratios(where, which, whole, torch_times))
-    return lines
+    times = {kind: measure(good, arguments[kind], where, which, kind) for kind in KINDS}
+    failed = [f"{where:5}{which:8}{name:9} FAILED {str(compiled[name])[:200]}" for name in compiled if name not in good]
+    lines = [
+        line_of(where, which, name, times) + (f" | error {errors[name]:.1e}" if name in good else "")
+        for name in times["uneven"]
+    ]
+    return failed + lines
 
 
 def check(key, compiled):
@@ -265,23 +282,19 @@ def check_line(key, compiled):
         return f"check {key:12} FAILED {str(error)[:300]}"
 
 
-def shape_lines(where, which, compiled, torch_times):
+def shape_lines(where, which, compiled):
     ours = {key[2]: function for key, function in compiled.items() if key[:2] == (where, which)}
     ours |= {part: compiled[part, where, which] for part in ("draw", "expect")}
     try:
-        return bench_shape(where, which, ours, torch_times)
+        return bench_shape(where, which, ours)
     except Exception:  # noqa: BLE001 - it stands in the table; the other shapes go on
         return [f"{where} {which} FAILED {traceback.format_exc()[-600:]}"]
 
 
-def times_of_torch(process, folder):
-    """{shape: {what: microseconds}} once torch_bench.py is through; empty where it failed."""
-    try:
-        process.wait(SECONDS_FOR_TORCH)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    return json.loads((folder / "torch.json").read_text()) if process.returncode == 0 else {}
+def copy_line():
+    copy = warm(peers.copy())
+    seconds = sum(event[1] for event in trace({"copy": copy}, 1)) / CALLS / 1e9
+    return f"copy {2 * peers.COPIED_BYTES / seconds / 1e12:.2f} TB/s"
 
 
 def main():
@@ -294,7 +307,6 @@ def main():
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
     options.out.mkdir(parents=True, exist_ok=True)
     started = time.time()
-    peers = subprocess.Popen([sys.executable, pathlib.Path(__file__).with_name("torch_bench.py"), options.out])
     chosen = [key for key in VARIANTS if key[0] in wanted]
     jobs = check_jobs() if "check" in wanted else {}
     for key in chosen:
@@ -302,13 +314,13 @@ def main():
     compiled = compile_all(jobs)
     seconds = time.time() - started
     print(f"{jax.devices()[0]} jax {jax.__version__}: {len(compiled)} compiled in {seconds:.0f} s", flush=True)
-    torch_times = times_of_torch(peers, options.out)
-    lines = []
+    lines = [copy_line()] if peers else []
+    print(*lines)
     for key in CHECKS if "check" in wanted else ():
         lines.append(check_line(key, compiled))
         print(lines[-1], flush=True)
     for key in chosen:
-        new = shape_lines(*key, compiled, torch_times)
+        new = shape_lines(*key, compiled)
         print("\n".join(new), f"[{time.time() - started:.0f} s]", flush=True)
         lines += new
     (options.out / "table.txt").write_text("\n".join(lines) + "\n")

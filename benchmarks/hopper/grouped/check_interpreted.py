@@ -3,7 +3,8 @@
     NPROC=16 python -m pytest --import-mode=prepend benchmarks/hopper/grouped/check_interpreted.py
 
 `-k "outer and not few"` picks cases. The interpreter checks barriers, indices and masks; the products are plain dots
-there, so it says nothing about products in flight, the timing of multicast or proxy fences. Without NPROC, which says
+there, so it says nothing about products in flight or proxy fences. It has no counter that blocks share: tiles go by
+turns here, and the two views of rhs's buffers are two memories. Without NPROC, which says
 how many threads the interpreter may use, waiting warpgroups can starve it on a machine with few cores, and it hangs;
 an exception in one of its threads also shows as a hang.
 """
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from kernel import Config, OuterConfig, grouped, grouped_outer, schedule
+from kernel import Config, OuterConfig, grouped, grouped_outer, outer_schedule, schedule
 
 
 def draw(seed, *shapes):
@@ -52,16 +53,13 @@ def far(out, expected):
 LARGEST_ERROR = 4e-3  # relative, in the 2-norm
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 FORWARD = {
-    "plain": ([100, 61, 0, 223], 384, False, Config()),
-    "transposed": ([100, 61, 0, 223], 384, True, Config()),
-    "along m": ([3, 130, 1, 250], 384, False, Config(along="m", width=2, stages=3, chunks=4)),
-    "unused rows": ([3, 2, 1, 120], 256, False, Config(width=2)),
-    "few rows": ([3, 0, 1, 20], 24, False, Config(block_n=128, pair=False, split=False)),
-    "no pairs": ([70, 0, 61, 5], 136, False, Config(block_n=128, pair=False)),
-    "odd blocks": ([70, 0, 61, 5], 136, False, Config(block_n=128, width=2), 384),
-    "float16": ([70, 66], 136, True, Config()),
-    "cluster": ([100, 61, 0, 95], 256, False, Config(block_n=128, cluster=2)),
-    "cluster, transposed": ([128, 3], 136, True, Config(block_n=128, cluster=2, along="m")),
+    "plain": ([100, 61, 0, 223], 384, False, Config(deal="turns")),
+    "transposed": ([100, 61, 0, 223], 384, True, Config(deal="turns")),
+    "cut": ([3, 130, 1, 250], 384, False, Config(deal="turns", cut=5, stages=3, chunks=4)),
+    "unused rows": ([3, 2, 1, 120], 256, True, Config(deal="turns", cut=99)),
+    "few rows": ([3, 0, 1, 20], 24, False, Config(deal="turns", block_n=128)),
+    "odd blocks": ([70, 0, 61, 5], 136, False, Config(deal="turns"), 384),
+    "float16": ([70, 66], 136, True, Config(deal="turns")),
 }
 
 
@@ -81,7 +79,7 @@ def test_forward(name, capfd):
         transpose_rhs=transpose_rhs,
         config=config,
         interpret=INTERPRET,
-        sms=2 * config.cluster,
+        sms=2,
     )
     assert far(out, reference(lhs.at[end:].set(0), rhs, sizes, transpose_rhs)) < LARGEST_ERROR
     assert "RACE" not in "".join(capfd.readouterr())
@@ -89,7 +87,7 @@ def test_forward(name, capfd):
 
 OUTER = {
     "plain": ([100, 61, 0, 63], 232, OuterConfig()),
-    "two stages": ([3, 130, 1, 2], 136, OuterConfig(stages=2, chunks=2, width=1)),
+    "two stages": ([3, 130, 1, 2], 136, OuterConfig(stages=2, width=1)),
     "few rows": ([3, 0, 1, 20], 24, OuterConfig(along="n")),
 }
 
@@ -122,24 +120,36 @@ def test_outer_keeps_to_its_group(capfd):
 
 @pytest.mark.parametrize("seed", range(16))
 def test_schedule(seed):
-    """Every row of every column block exactly once, with its own group."""
+    """Every row of every half column block exactly once, with its own group; then the end, once for every unit."""
     rng = np.random.default_rng(seed)
-    groups, rows, blocks, units = (int(rng.integers(*x)) for x in ((1, 9), (2, 120), (1, 9), (1, 20)))
+    groups, rows, halves, units = (int(rng.integers(*x)) for x in ((1, 9), (2, 120), (1, 17), (1, 20)))
     rows *= 8
     sizes = rng.multinomial(int(rng.integers(0, rows + 1)), rng.dirichlet(np.full(groups, 0.7)))
-    config = Config(width=2 ** int(rng.integers(4)), along="nm"[seed % 2], pair=seed % 4 < 2, split=seed % 8 < 4)
-    work, count = jax.jit(schedule, static_argnums=(1, 2, 3, 4))(
-        jnp.array(sizes, jnp.int32), rows, blocks, units, config
-    )
-    work, count = np.asarray(work), int(count[0])
-    assert count < work.shape[0]
+    cut = 0 if halves % 2 else (0, 3, 1000)[seed % 3]
+    compiled = jax.jit(schedule, static_argnums=(1, 2, 3, 4))
+    work = np.asarray(compiled(jnp.array(sizes, jnp.int32), rows, halves, units, cut))
     owner = np.append(np.repeat(np.arange(groups), sizes), np.full(rows - sizes.sum(), groups))
-    times = np.zeros((rows, blocks))
-    for group, first, begin, end, n, pair in work[:count].reshape(-1, 6):
-        if begin < end:
-            assert first % 8 == 0
-            assert (owner[begin:end] == group).all()
-            assert first <= begin
-            assert end <= first + (64 if pair else 128)
-            times[begin:end, n : n + 1 + pair] += 1
+    times = np.zeros((rows, halves))
+    count = int((work[:, 0] >= 0).sum())
+    assert (work[count:, 0] < 0).all()
+    assert len(work) >= count + units
+    for group, begin, end, place in work[:count]:
+        assert (owner[begin:end] == group).all()
+        assert begin < end <= begin // 8 * 8 + 128
+        times[begin:end, place // 2 : place // 2 + 2 - place % 2] += 1
     assert (times == 1).all()
+
+
+@pytest.mark.parametrize("along", ["k", "n"])
+def test_outer_schedule(along):
+    """Every block of every group once, the empty one's too."""
+    sizes, blocks = np.array([3, 0, 9]), (5, 6)
+    config = OuterConfig(along=along, width=4)
+    work = np.asarray(outer_schedule(jnp.array(sizes), blocks, 7, config))
+    count = sizes.size * blocks[0] * blocks[1]
+    assert (work[count:, 0] < 0).all()
+    assert len(work) == count + 7
+    ends = sizes.cumsum()
+    assert {tuple(x) for x in work[:count]} == {
+        (g, ends[g] - sizes[g], ends[g], place) for g in range(3) for place in range(blocks[0] * blocks[1])
+    }

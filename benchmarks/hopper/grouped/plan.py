@@ -1,4 +1,4 @@
-"""What bench.py and torch_bench.py time, bench.py checks, and inspect_sass.py compiles."""
+"""What bench.py times and checks, and inspect_sass.py compiles."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from kernel import H200_MULTIPROCESSORS, Config, OuterConfig, grouped, grouped_outer
+from kernel import H200_MULTIPROCESSORS, TILE, Config, OuterConfig, grouped, grouped_outer
 from prototype import ragged_dot
 
 SHAPES = {  # M, K, N, groups; K and N as in the forward
@@ -15,19 +15,24 @@ SHAPES = {  # M, K, N, groups; K and N as in the forward
     "s2": (16384, 2048, 16384, 16),
     "mix": (8192, 4096, 14336, 8),
     "s3": (4096, 4096, 14336, 8),
+    "n1408": (65536, 2048, 1408, 64),
+    "ds": (32768, 7168, 2048, 256),
     "m512": (512, 4096, 14336, 8),
     "m64": (64, 4096, 14336, 8),
 }
-ALSO_EVEN = {"s1", "s2", "mix", "s3", "m512"}  # shapes whose forward is timed with even groups as well
+KINDS = ("uneven", "tiles", "even")  # of group sizes; "tiles": uneven multiples of 128 rows
 
 
-def sizes_of(label, even=False):
-    """Group sizes: even, or multinomial over a Dirichlet(4) from a fixed seed."""
+def sizes_of(label, kind="uneven"):
+    """Group sizes: even; uneven (multinomial over a Dirichlet(4) from a fixed seed); the same in multiples of 128."""
     m, _, _, groups = SHAPES[label]
-    if even:
+    if kind == "even":
         return np.full(groups, m // groups, np.int32)
     rng = np.random.default_rng(7)
-    return rng.multinomial(m, rng.dirichlet(np.full(groups, 4.0))).astype(np.int32)
+    sizes = rng.multinomial(m, rng.dirichlet(np.full(groups, 4.0)))
+    if kind == "tiles":
+        sizes = np.diff(np.round(np.append(0, sizes.cumsum()) / TILE)) * TILE
+    return sizes.astype(np.int32)
 
 
 def operands(which, m, k, n, groups):
@@ -35,68 +40,43 @@ def operands(which, m, k, n, groups):
     return {"forward": ((m, k), (groups, k, n)), "lhs": ((m, n), (groups, k, n)), "rhs": ((m, k), (m, n))}[which]
 
 
-N8 = Config(along="n", width=8)
-DEEP = Config(along="n", width=8, stages=3, chunks=4)
-CLUSTER = Config(along="n", width=8, cluster=2)
-K8 = OuterConfig(along="k", width=8)
-FEW = OuterConfig(along="k", width=8, stages=4, chunks=2)
-FEW_ROWS = {
-    "b256": Config(pair=False, split=False, along="n", width=64),
-    "b128": Config(block_n=128, stages=6, pair=False, split=False, along="n", width=128),
-    "b64": Config(block_n=64, stages=8, pair=False, split=False, along="n", width=256),
-}
+FORWARD = {"whole": Config(), "cut40": Config(cut=40)}
+RHS = {"turns": OuterConfig(), "counter": OuterConfig(deal="counter")}
+FEW_ROWS = {"b128": Config(block_n=128, stages=6, deal="turns")}
 
 VARIANTS = {  # (shape, pass): {name: configuration}; a dict is one of the prototype, with the best order it had before
-    ("s1", "forward"): {
-        "proto": {"tile_width": 16, "along": "n"},
-        "nosplit": Config(split=False),
-        "n8": N8,
-        "deep_n8": DEEP,
-        "clus_n8": CLUSTER,
-    },
-    ("s2", "forward"): {
-        "proto": {"tile_width": 16, "along": "m"},
-        "n8": N8,
-        "m2": Config(along="m", width=2),
-        "deep_n8": DEEP,
-        "clus_n8": CLUSTER,
-    },
-    ("mix", "forward"): {
-        "proto": {"tile_width": 4, "along": "n"},
-        "n8": N8,
-        "deep_n8": DEEP,
-        "clus_n8": CLUSTER,
-    },
-    ("s3", "forward"): {"proto": {"tile_width": 4, "along": "n"}, "n8": N8, "clus_n8": CLUSTER},
-    ("s1", "lhs"): {"n8": N8, "m6": Config(along="m", width=6), "clus_n4": Config(along="n", width=4, cluster=2)},
-    ("s2", "lhs"): {"n8": N8, "clus_n4": Config(along="n", width=4, cluster=2)},
-    ("mix", "lhs"): {"n16": Config(along="n", width=16), "clus_n4": Config(along="n", width=4, cluster=2)},
-    ("s1", "rhs"): {"k8": K8, "n8": OuterConfig(along="n", width=8), "few_k8": FEW},
-    ("s2", "rhs"): {"k8": K8, "few_k8": FEW},
-    ("mix", "rhs"): {"k8": K8, "few_k8": FEW},
+    ("s1", "forward"): {"proto": {"tile_width": 16, "along": "n"}} | FORWARD,
+    ("s2", "forward"): {"proto": {"tile_width": 16, "along": "m"}} | FORWARD,
+    ("mix", "forward"): {"proto": {"tile_width": 4, "along": "n"}} | FORWARD,
+    ("s3", "forward"): {"proto": {"tile_width": 4, "along": "n"}} | FORWARD,
+    ("n1408", "forward"): {"whole": Config()},
+    ("ds", "forward"): {"whole": Config()},
+    ("s1", "lhs"): FORWARD,
+    ("s2", "lhs"): FORWARD,
+    ("mix", "lhs"): FORWARD,
+    ("s1", "rhs"): RHS,
+    ("s2", "rhs"): RHS,
+    ("mix", "rhs"): RHS,
     ("m512", "forward"): FEW_ROWS,
     ("m64", "forward"): FEW_ROWS,
-}
-PROBES = {  # (shape, pass): variant, parts left out one at a time: results are wrong, the time says what a part costs
-    ("s2", "forward"): ("n8", ("store",)),
-    ("s1", "rhs"): ("k8", ("store", "zero")),
 }
 
 CHECKS = {  # pass, (M, K, N), sizes, configuration; rows past the sum are not a number
     "tail": ("forward", (1000, 512, 1024), (300, 1, 0, 128, 64, 407), Config()),
-    "cuts": ("forward", (2048, 512, 2048), (5, 700, 0, 1, 0, 1342), Config(along="m", width=2)),
-    "cluster": ("forward", (1000, 512, 1024), (300, 1, 0, 128, 64, 507), Config(cluster=2)),
-    "lhs": ("lhs", (1000, 1024, 512), (300, 1, 0, 128, 64, 407), Config(width=4)),
-    "lhs cluster": ("lhs", (1000, 1024, 512), (0, 300, 1, 0, 699, 0), Config(cluster=2, along="m")),
+    "cuts": ("forward", (2048, 512, 2048), (5, 700, 0, 1, 0, 1342), Config(cut=50)),
+    "short": ("forward", (300, 128, 640), (100, 0, 3, 1, 96), Config()),
+    "turns": ("forward", (1000, 512, 1024), (300, 1, 0, 128, 64, 507), Config(deal="turns")),
+    "lhs": ("lhs", (1000, 1024, 512), (300, 1, 0, 128, 64, 407), Config()),
+    "lhs cuts": ("lhs", (1000, 1024, 512), (0, 300, 1, 0, 699, 0), Config(cut=9)),
     "all empty": ("forward", (520, 256, 512), (0, 0, 0), Config()),
-    "few": ("forward", (13, 1024, 1024), (1, 0, 9, 2), Config(block_n=128, stages=6, pair=False, split=False)),
+    "few": ("forward", (13, 1024, 1024), (1, 0, 9, 2), FEW_ROWS["b128"]),
     "outer": ("rhs", (1000, 512, 1024), (300, 1, 0, 128, 64, 407), OuterConfig()),
-    "outer few": ("rhs", (77, 256, 512), (1, 0, 9, 2), OuterConfig(stages=4, chunks=2)),
+    "outer few": ("rhs", (77, 256, 512), (1, 0, 9, 2), OuterConfig(deal="counter", along="n")),
     "outer many": (
         "rhs",
         (4096, 256, 512),
         tuple(int(x) for x in np.random.default_rng(3).multinomial(4000, np.full(64, 1 / 64))),
-        OuterConfig(along="n"),
+        OuterConfig(width=1),
     ),
 }
 
