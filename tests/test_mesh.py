@@ -331,7 +331,7 @@ def test_each_mesh_and_none_has_its_own_key(count_tunings):
             over(make_mesh(shape))(function)(x)
     function(np.ones((2, 8), np.float32))
     assert len(keys_of(collective)) == 4
-    assert len({key.digest for key in keys_of(collective)}) == 4
+    assert len({str(key) for key in keys_of(collective)}) == 4
     assert len(keys_of(function)) == 1
     assert count_tunings() == 5
 
@@ -409,7 +409,7 @@ def test_each_explicit_sharding_has_its_own_key(explicit, count_tunings):
         program(jax.device_put(np.ones((8, 8), np.float32), NamedSharding(explicit, spec)))
     program(np.ones((8, 8), np.float32))
     assert count_tunings() == 6
-    assert len({key.digest for key in keys_of(function)}) == 6
+    assert len({str(key) for key in keys_of(function)}) == 6
 
 
 def test_a_function_may_speak_of_explicit_axes(explicit):

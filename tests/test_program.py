@@ -601,14 +601,14 @@ def test_an_interrupted_tuning_keeps_what_was_tuned_before(monkeypatch):
     from tune_jax import _program
 
     first, second = make(), make(lambda x, *, mark: marked(x, mark=mark))
-    tune_once = _program.tune_once
+    tune_alone = _program.tune_alone
 
-    def interrupt(call, *rest):
-        if call.tunable is second._tunable:
+    def interrupt(alone, given):
+        if alone.call.tunable is second._tunable:
             raise KeyboardInterrupt
-        return tune_once(call, *rest)
+        return tune_alone(alone, given)
 
-    monkeypatch.setattr(_program, "tune_once", interrupt)
+    monkeypatch.setattr(_program, "tune_alone", interrupt)
     with pytest.raises(KeyboardInterrupt):
         tune_all(lambda x: (first(jnp.tile(x, (9, 9))), second(x)), X)
     assert len(first.results.timed) == 2
@@ -619,7 +619,7 @@ def test_an_interrupted_tuning_keeps_what_was_tuned_before(monkeypatch):
 
 
 def test_other_threads_tune_as_usual_meanwhile(background, count_tunings):
-    function, recorded = make(), make()
+    function, recorded = make(), make(lambda x, *, mark: marked(x, mark=mark))
     inside, done = threading.Event(), threading.Event()
 
     def program(x):

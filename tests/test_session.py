@@ -29,6 +29,7 @@ from tune_jax._build import threads
 from tune_jax._build.gate import Gate
 from tune_jax._build.programs import Program
 from tune_jax._errors import NoCandidateError, ProfileError
+from tune_jax._lookup import SHARED
 from tune_jax._measure import timers
 from tune_jax._measure.xplane import read_launches
 from tune_jax._records import LaunchTime
@@ -851,6 +852,7 @@ def test_the_seed_decides_the_order_of_launches(monkeypatch: pytest.MonkeyPatch)
 
     def first_round(seed: int) -> list[str]:
         orders.clear()
+        SHARED.clear()
         tune(scale, {"b": [1, 2, 3, 4]}, seed=seed).tune(X)
         # Behind the warm-up; how many rounds follow in this trace depends on the first runs.
         return orders[0][timers.WARM_UP :][:4]

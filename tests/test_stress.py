@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 import tune_jax
-from tune_jax._lookup import memory_of
+from tune_jax._lookup import SHARED, memory_of
 
 pytestmark = pytest.mark.usefixtures("quick_tuning")
 
@@ -96,6 +96,7 @@ def weaker(function: Callable[..., Any], **options: Any) -> Any:
 
 def forget(tuned: Any, args: Any) -> None:
     memory_of(tuned._tunable).results.clear()
+    SHARED.clear()
 
 
 class Kept:
