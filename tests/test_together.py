@@ -17,6 +17,7 @@ from tune_jax import _together as together
 from tune_jax._binding import make_call
 from tune_jax._errors import AgreementError, ExampleError, NoCandidateError
 from tune_jax._lookup import key_of
+from tune_jax._sharing import is_common
 from tune_jax._together import tune_together
 
 pytestmark = pytest.mark.usefixtures("quick_tuning", "own_places")
@@ -38,6 +39,7 @@ class OwnPlaces(dict[str, int]):
 @pytest.fixture
 def own_places(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(together, "_places", OwnPlaces())
+    monkeypatch.setattr(together, "is_common", lambda call: False)
 
 
 class Role(threading.local):
@@ -65,6 +67,15 @@ def ask_all(stores: Sequence[Any], tuned: Sequence[Any]) -> list[Any]:
 
 def scale(x: Any, *, b: int) -> Any:
     return x * b
+
+
+class Opaque:
+    """Takes all candidates, and cannot be compared with another one."""
+
+    __slots__ = ("__weakref__",)
+
+    def __call__(self, **values: Any) -> bool:
+        return True
 
 
 def each(count: int, make: Callable[[], Any]) -> list[Any]:
@@ -221,9 +232,36 @@ def test_after_an_error_the_next_call_is_another_attempt(make_stores):
     assert first.to_dict() == second.to_dict()
 
 
-def test_two_tunings_of_one_function_are_two(make_stores, monkeypatch):
+@pytest.fixture
+def real_places(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(together, "_places", together.collections.Counter())
+    monkeypatch.setattr(together, "_common", {})
+    monkeypatch.setattr(together, "is_common", is_common)
+
+
+@pytest.mark.usefixtures("real_places")
+def test_equal_functions_are_one_tuning(make_stores):
     (store,) = make_stores(1)
-    first, second = (ask(store, tune(scale, {"b": [1, 2]})) for _ in range(2))
+    first, second = (ask(store, tune(lambda x, *, b: x * b, {"b": [1, 2]})) for _ in range(2))
+    assert len(store.shelf.texts) == 1
+    assert first.to_dict() == second.to_dict()
+
+
+@pytest.mark.usefixtures("real_places")
+def test_an_equal_function_goes_on_after_the_failures_of_the_first(make_stores):
+    (store,) = make_stores(1)
+
+    def fail(x: Any, *, b: int) -> Any:
+        return jax.pure_callback(lambda x: 1 / 0, jax.ShapeDtypeStruct(x.shape, x.dtype), x) * b
+
+    for _ in range(3):
+        assert not ask(store, tune(fail, {"b": [1, 2]})).timed
+    assert sorted(key.split("/")[-3:-1] for key in store.shelf.texts) == []
+
+
+@pytest.mark.usefixtures("real_places")
+def test_functions_that_cannot_be_compared_are_two_tunings(make_stores):
+    (store,) = make_stores(1)
+    first, second = (ask(store, tune(scale, {"b": [1, 2]}, where=Opaque())) for _ in range(2))
     assert len(store.shelf.texts) == 2
     assert first.to_dict() != second.to_dict()

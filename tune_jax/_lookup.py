@@ -23,12 +23,12 @@ from tune_jax._inputs import values_in_key
 from tune_jax._key import Key, default_device, describe_arguments, device_of, make_key, on_device
 from tune_jax._outline import UNTRACEABLE, Untraceable, candidates_of, outline
 from tune_jax._placement import placement_of
-from tune_jax._recording import Note, Recording, current_recording, place_of
+from tune_jax._recording import Note, Recording, current_recording
 from tune_jax._records import Candidate, Tunable
 from tune_jax._results import Results, make_results
 from tune_jax._session import run_session
 from tune_jax._shardings import committed_devices, trial_shardings
-from tune_jax._sharing import is_common
+from tune_jax._sharing import is_common, place_of
 from tune_jax._together import find_span, tune_together
 
 

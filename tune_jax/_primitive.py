@@ -20,8 +20,9 @@ from tune_jax._hoist import hoist
 from tune_jax._leaves import is_concrete
 from tune_jax._lookup import find_winner
 from tune_jax._outline import abstract_inputs, batched_call, can_be_traced, outline
-from tune_jax._recording import Place, current_recording, place_of
+from tune_jax._recording import Place, current_recording
 from tune_jax._records import Candidate
+from tune_jax._sharing import place_of
 from tune_jax._wrap import along, wrap_flat
 
 tuned_call_p = _jax.make_primitive("tuned_call")

@@ -10,12 +10,12 @@ import contextlib
 import dataclasses
 import itertools
 import threading
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import jax
 
-from tune_jax._call import Call, without_hints
+from tune_jax._call import Call
 from tune_jax._jax import Surroundings, current_source, surroundings, trace_context
 from tune_jax._records import Candidate
 
@@ -25,7 +25,10 @@ _numbers = itertools.count()
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """A tuned call as a program's text has it: what it calls, for inputs of which shapes and dtypes."""
+    """A tuned call as a program's text has it: what it calls, for inputs of which shapes and dtypes.
+
+    Equal functions are at one place, as one that is made anew each time the program is traced.
+    """
 
     call: Call
     avals: tuple[Any, ...]
@@ -98,11 +101,6 @@ def _swapped(active: Recording | None, number: int | None) -> Iterator[None]:
 def current_recording() -> Recording | None:
     """The recording that this thread is in."""
     return _ACTIVE.recording
-
-
-def place_of(call: Call, avals: Sequence[Any]) -> Place:
-    """The place of a call with inputs of these abstract values."""
-    return Place(without_hints(call), tuple(avals))
 
 
 def lasting_context() -> tuple[Any, ...]:

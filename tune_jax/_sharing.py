@@ -17,6 +17,7 @@ from tune_jax._failure import attempt
 from tune_jax._jax import outside_traces
 from tune_jax._leaves import Shown, Static
 from tune_jax._outline import candidates_of, trace_candidate
+from tune_jax._recording import Place
 from tune_jax._records import Candidate, Tunable
 from tune_jax._traced import TracedCandidate, digest_of, read_traced
 
@@ -62,6 +63,11 @@ def common_call(call: Call, avals: Sequence[Any]) -> Call:
             traced=None,
         )
     return known[key]
+
+
+def place_of(call: Call, avals: Sequence[Any]) -> Place:
+    """The place in a program's text of a call with inputs of these abstract values."""
+    return Place(common_call(call, avals), tuple(avals))
 
 
 def is_common(call: Call) -> bool:

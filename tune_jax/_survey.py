@@ -87,9 +87,9 @@ def _share_out(notes: Mapping[Any, Note], counts: Counts) -> dict[Any, dict[str,
     for (site, place), count in counts.items():
         alike = [key for key, note in notes.items() if note.place == place]
         for key in [key for key in alike if site in met[key]] or alike[:1]:
-            shared[key][site or _definition(place)] = count
+            shared[key][site or _definition(notes[key])] = count
     # What is transposed, or was run while tracing, leaves no equation.
-    return {key: sites or {met[key][0] or _definition(notes[key].place): 1} for key, sites in shared.items()}
+    return {key: sites or {met[key][0] or _definition(notes[key]): 1} for key, sites in shared.items()}
 
 
 def _bare(program: Program) -> Program:
@@ -185,9 +185,9 @@ def _find_site(source_info: Any) -> Site:
     return _write_site(*own[0]) if own else None
 
 
-def _definition(place: Place) -> str:
+def _definition(note: Note) -> str:
     """Where the tuned function is defined, for a call that JAX itself makes, as in `jax.jit(tuned)`."""
-    tunable = place.call.tunable
+    tunable = note.call.tunable
     code = getattr(inspect.unwrap(tunable.function), "__code__", None)
     return _write_site(code.co_filename, code.co_firstlineno, tunable.name) if code else tunable.name
 

@@ -25,6 +25,7 @@ from tune_jax._records import Candidate, Failure
 from tune_jax._results import Results
 from tune_jax._session import Session, finish_session, start_session
 from tune_jax._shardings import spanning_arguments
+from tune_jax._sharing import is_common
 from tune_jax._space import list_candidates
 
 
@@ -36,6 +37,8 @@ class _Attempts:
     failed: int = 0
 
 
+# A function that is made anew at each call goes on where an equal one has left off.
+_common: dict[Key, _Attempts] = {}
 _places: collections.Counter[str] = collections.Counter()
 _places_lock = threading.Lock()
 
@@ -82,8 +85,9 @@ def find_span(call: Call, avals: Sequence[Any], given: Sequence[Any]) -> str | N
 
 
 def _attempts_at(key: Key, call: Call, digest: str) -> _Attempts:
-    """Keys of one digest, as two tunings of one function have them, are told apart by which came first."""
-    known: dict[Key, _Attempts] = call.tunable.state.setdefault("attempts", {})
+    """Keys of one digest, of functions that cannot be told to be equal, are told apart by which came first."""
+    own: dict[Key, _Attempts] = call.tunable.state.setdefault("attempts", {})
+    known = _common if is_common(key.call) else own
     with _places_lock:
         if key not in known:
             known[key] = _Attempts(_places[digest])
