@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tune_jax import CONFIG, TuneError, tune
+from tune_jax import CONFIG, TuneError, tune, tune_all
 from tune_jax._jax import distributed_client
-from tune_jax._lookup import memory_of
+from tune_jax._lookup import SHARED, memory_of
 
 PROCESS, PROCESSES, PORT = map(int, sys.argv[1:4])
 PATIENT_S, IMPATIENT_S = 60.0, 1.0
@@ -140,21 +140,40 @@ def threads_in_another_order() -> Outcome:
 
 
 def functions_alike() -> Outcome:
-    tunings = [tune(scale, {"b": [5, 6]}).tune(X).to_dict() for _ in range(2)]
-    return [tunings, tunings[0] != tunings[1]]
+    return [tune(scale, {"b": [5, 6]}).tune(X).to_dict() for _ in range(2)]
+
+
+def made_anew() -> Outcome:
+    def step(x: Any) -> Any:
+        total = x.sum()
+        tuned = tune(lambda y, *, b: y * total * b / b, {"b": [2, 4]})
+        return tuned(x) + tune(lambda y, *, b: y * b / b, {"b": [2, 4]})(x)
+
+    calls = tune_all(jax.value_and_grad(lambda x: step(x).sum()), X)
+    value, slopes = jax.jit(jax.value_and_grad(lambda x: step(x).sum()))(X)
+    return [[call.results.to_dict() for call in calls], float(value), slopes.tolist()]
+
+
+def on_a_local_mesh() -> Outcome:
+    tuned = tune(lambda x, *, b: jax.lax.psum(x * b / b, "i"), {"b": [2, 4]})
+    mesh = jax.sharding.Mesh(np.array(jax.local_devices()), ("i",))
+    over_devices = jax.shard_map(tuned, mesh=mesh, in_specs=jax.P("i"), out_specs=jax.P())
+    x = np.arange(4 * len(jax.local_devices()), dtype=np.float32)
+    return [float(jax.jit(over_devices)(x).sum() - x.sum()), tuned.results.to_dict()]
 
 
 def forgotten() -> Outcome:
     tuned = tune(scale, {"b": [7, 8]})
     tuned.tune(X)
     if PROCESS == 1:
+        SHARED.clear()
         memory_of(tuned._tunable).results.clear()
         tuned.tune(X)
-    return tuned.results.to_dict()
+    return [tuned.results.to_dict(), tune(scale, {"b": [7, 8]}).tune(X).to_dict()]
 
 
 def spanning() -> Outcome:
-    mesh = jax.make_mesh((len(jax.devices()),), ("i",))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("i",))
     sharding = jax.NamedSharding(mesh, jax.P("i"))
     x = jax.make_array_from_callback((16,), sharding, lambda place: np.ones(16, np.float32)[place])
     tuned = tune(scale, {"b": [3, 4]})
@@ -175,9 +194,11 @@ def spanning() -> Outcome:
 
 
 def example_error_on_one() -> Outcome:
-    examples = (X[:3],) if PROCESS == 1 else None
-    error = error_of(lambda: tune(scale, {"b": [9, 10]}, example_args=examples).tune(X))
-    return [error, len(tune(scale, {"b": [9, 10]}).tune(X))]
+    sizes = [8, 3] if PROCESS == 1 else [8, 8]
+    tuned = tune(scale, {"b": [9, 10]}, example_args=lambda **_: (X[: sizes[-1]],))
+    error = error_of(lambda: tuned.tune(X))
+    sizes.pop()
+    return [error, len(tuned.tune(X))]
 
 
 def interrupt_on_one() -> Outcome:

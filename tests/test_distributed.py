@@ -24,6 +24,8 @@ ANY_NUMBER = [
     "transformed",
     "nested",
     "threads_in_another_order",
+    "made_anew",
+    "on_a_local_mesh",
     "spanning",
 ]
 ONLY_TWO = [
@@ -65,7 +67,8 @@ def _run_job(folder: pathlib.Path, port: int, processes: int, devices: int, scen
     assert codes == [0] * processes, "\n".join((folder / f"{p}.err").read_text()[-3000:] for p in range(processes))
     printed = [(folder / f"{process}.out").read_text().splitlines() for process in range(processes)]
     outcomes: Outcomes = {}
-    for line in (line for lines in printed for line in lines):
+    # Gloo prints lines of its own.
+    for line in (line for lines in printed for line in lines if line.startswith("{")):
         for name, outcome in json.loads(line).items():
             outcomes.setdefault(name, []).append(outcome)
     return outcomes
@@ -160,14 +163,30 @@ def test_threads_that_tune_in_another_order_do_not_mix_up(job):
     assert {row.hyperparams["b"] for row in second} == {2, 22}
 
 
-def test_two_tunings_of_the_same_function_are_two(two):
-    tunings, differ = _one(two["functions_alike"])
-    assert len(tunings) == 2
-    assert differ is True
+def test_functions_that_are_made_anew_are_tuned_together_once(job):
+    calls, value, slopes = _one(job["made_anew"])
+    assert [sorted(row["hyperparams"]["b"] for row in call["rows"]) for call in calls] == [[2, 4], [2, 4]]
+    assert sorted(call["call"] for call in calls) == ["y: float32[8]", "y: float32[8], closed-over 1: float32[]"]
+    assert value == 8 * 8 + 8
+    assert slopes == [8 + 8 + 1.0] * 8
+
+
+def test_collectives_over_the_devices_of_each_process_are_tuned_together(job):
+    difference, results = _one(job["on_a_local_mesh"])
+    assert difference == 0.0
+    assert {row.hyperparams["b"] for row in Results.from_dict(results).timed} == {2, 4}
+
+
+def test_equal_functions_are_tuned_once(two):
+    first, second = _one(two["functions_alike"])
+    assert {row.hyperparams["b"] for row in Results.from_dict(first)} == {5, 6}
+    assert first == second
 
 
 def test_a_process_that_has_forgotten_gets_the_results_alone(two):
-    assert {row.hyperparams["b"] for row in Results.from_dict(_one(two["forgotten"]))} == {7, 8}
+    first, equal = _one(two["forgotten"])
+    assert {row.hyperparams["b"] for row in Results.from_dict(first)} == {7, 8}
+    assert equal == first
 
 
 # Arrays on devices of several processes

@@ -614,6 +614,7 @@ def test_using_a_todo_says_what_to_fill_in(use):
 
 def test_a_todo_that_nothing_uses_does_no_harm():
     assert not hasattr(experimental.Todo("the table"), "__jax_array__")
+    assert not hasattr(experimental.Todo("the table"), "_jit_info")
 
 
 def test_a_script_tunes_what_its_hyperparameters_name(tmp_path, quick_tuning, capsys):

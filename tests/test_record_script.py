@@ -228,6 +228,14 @@ def test_what_cannot_be_written_is_a_todo(value):
     ast.parse(recorded.script())
 
 
+def test_a_script_runs_whose_todo_nothing_uses(quick_tuning, capsys):
+    recorded = record(lambda x, y: x * 2)
+    recorded(X, sys.stdout)
+    assert "Todo(" in recorded.calls[0].kwargs["y"]
+    names_of(recorded.script())["main"]()
+    assert "x: float32[3]" in capsys.readouterr().out
+
+
 # Functions
 
 

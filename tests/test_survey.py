@@ -121,6 +121,50 @@ def test_a_callable_without_source_has_its_name_for_a_site():
     assert call.sites == {"Scale": 1}
 
 
+def _made_anew(x, scale):
+    return make(lambda y, *, b: y * b + 1)(x) * scale
+
+
+def _closing_over_a_traced_value(x, scale):
+    return make(lambda y, *, b: y * b * scale)(x)
+
+
+def _inside_another_made_anew(x, scale):
+    inner = make(lambda y, *, b: y * b + 2)
+    return make(lambda y, *, b: inner(y) * b * scale)(x)
+
+
+@pytest.mark.parametrize(
+    ("layer", "places"),
+    [
+        (_made_anew, ["_made_anew"]),
+        (_closing_over_a_traced_value, ["_closing_over_a_traced_value"]),
+        (_inside_another_made_anew, ["<lambda>", "_inside_another_made_anew"]),
+    ],
+)
+def test_functions_made_anew_are_counted_wherever_they_are_made(layer, places):
+    def program(x, scale):
+        for _ in range(3):
+            x = layer(x, scale)
+        return layer(lax.scan(lambda c, _: (layer(c, scale), None), x, None, length=5)[0], 2 * scale)
+
+    found = look(program, X, 2.0)
+    counts = {site.rpartition(" in ")[2]: count for call in found for site, count in call.sites.items()}
+    assert counts == dict.fromkeys(places, 9)
+
+
+def test_functions_made_anew_have_all_the_places_where_they_are_called():
+    def make_scaled(scale):
+        return make(lambda y, *, b: y * b * scale)
+
+    def program(x, scale):
+        first = make_scaled(scale)(x)
+        return first + make_scaled(2 * scale)(x)
+
+    (call,) = look(program, X, 2.0)
+    assert list(call.sites.values()) == [1, 1]
+
+
 def test_a_transposed_call_counts_once():
     function = make(lambda x, *, b: x * b)
     (call,) = look(lambda x: jax.linear_transpose(lambda x: function(x), x)(x), X)

@@ -105,8 +105,8 @@ class Todo:
         raise self._error()
 
     def __getattr__(self, name: str) -> Any:
-        # What looks for protocols must find none, so that a Todo that nothing uses does no harm.
-        raise AttributeError(name) if name.startswith("__") else self._error()
+        # What looks for protocols, JAX's own among them, must find none, so that a Todo that nothing uses does no harm.
+        raise AttributeError(name) if name.startswith("_") else self._error()
 
     def _refuse(self, *others: Any) -> Any:
         raise self._error()
