@@ -472,7 +472,7 @@ def test_a_function_without_source_says_so_in_the_script_and_when_it_is_run(quic
     assert "# TODO: made, a function without source, could not be recorded: import or define it here." in (
         recorded.script()
     )
-    with pytest.raises(NotImplementedError, match="fill in made, a function without source"):
+    with pytest.raises(NoCandidateError, match="fill in made, a function without source"):
         exec(compile(recorded.script(), "script", "exec"), {"__name__": "__main__"})
 
 
