@@ -33,11 +33,16 @@ def known_values(call: Call, avals: Sequence[Any], given: Sequence[Any]) -> list
 def values_in_key(call: Call, avals: Sequence[Any], given: Sequence[Any]) -> list[Any]:
     """The values whose placement is part of the call's key: all that are known but those that a callable makes.
 
-    What it makes for a call is up to the function and the call, which are in the key.
+    What it makes for a call is up to the function and the call, which are in the key. Examples that do not fit are no
+    part of a key either: a tuning with them raises.
     """
     asked = call.tunable
-    is_made = callable(asked.example_args) or callable(asked.example_kws)
-    return list(given) if is_made else known_values(call, avals, given)
+    if callable(asked.example_args) or callable(asked.example_kws):
+        return list(given)
+    try:
+        return known_values(call, avals, given)
+    except ExampleError:
+        return list(given)
 
 
 def collect_inputs(call: Call, avals: Sequence[Any], values: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
