@@ -6,7 +6,8 @@ import sys
 import types
 import warnings
 
-_PACKAGES = {"tune_jax", "jax", "jaxlib"}
+# JAX calls some of its functions through `contextlib`.
+_PACKAGES = {"tune_jax", "jax", "jaxlib", "contextlib"}
 
 
 def warn_user(message: str) -> None:
