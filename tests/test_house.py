@@ -41,7 +41,7 @@ PUBLIC_NAMES = {
 
 # What each room may import besides the standard library, the members of its own folder and LEAVES.
 # The longest name that fits a module decides. `jax.profiler` allows that module of jax and no other.
-LEAVES = {"_records", "_errors", "_config", "_failure"}
+LEAVES = {"_records", "_errors", "_config", "_failure", "_warn"}
 ROOMS = {
     "": "_tune _function _program _record _session _results _report",
     "_tune": "jax _jax _function _space",

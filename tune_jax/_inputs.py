@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from tune_jax._call import CLOSED_OVER, Batch, Call, bind_arguments
 from tune_jax._errors import ExampleError
 from tune_jax._jax import key_impl_name
 from tune_jax._leaves import describe_aval, is_concrete, is_dynamic
+from tune_jax._warn import warn_user
 
 _BLOCK = 1 << 20
 _LARGEST_INTEGER = 8
@@ -184,11 +184,10 @@ def _warn_of_integers(call: Call, avals: Sequence[Any], values: Sequence[Any]) -
         if value is None and aval.shape and jax.dtypes.issubdtype(aval.dtype, np.integer)
     ]
     for label in made_up:
-        warnings.warn(
+        warn_user(
             f"{call.tunable.name}: the integer argument {label} has no value while tuning, so random integers from 0 "
             f"to {_LARGEST_INTEGER - 1} stand in for it. If it says how much work there is (group sizes, lengths, "
-            "indices), give real ones with example_args or example_kws.",
-            stacklevel=2,
+            "indices), give real ones with example_args or example_kws."
         )
 
 

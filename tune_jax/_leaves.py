@@ -7,7 +7,6 @@ import dataclasses
 import enum
 import functools
 import types
-import warnings
 import weakref
 from collections.abc import Hashable, Iterator
 from typing import Any
@@ -19,6 +18,7 @@ from tune_jax._content import Content, NotComparableError, are_same, content_of,
 from tune_jax._errors import ArgumentError
 from tune_jax._jax import Tracer
 from tune_jax._records import Tunable
+from tune_jax._warn import warn_user
 
 # Members of an IntEnum are ints too, but programs ask which member they are.
 _STATIC_SCALARS = (bool, str, bytes, enum.Enum)
@@ -202,11 +202,10 @@ def keep_static(tunable: Tunable, label: str, value: Any) -> Static:
         if (label, kind) in warned:
             continue
         warned.add((label, kind))
-        warnings.warn(
+        warn_user(
             f"argument {label} of type {kind.__name__} {reason}, so calls are told apart by which object it is: "
             "changing it in place is not noticed. Give its type __hash__ and __eq__, as a frozen dataclass has them, "
-            "or register it as a pytree.",
-            stacklevel=2,
+            "or register it as a pytree."
         )
     return static
 

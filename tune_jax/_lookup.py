@@ -6,7 +6,6 @@ import collections
 import contextlib
 import dataclasses
 import threading
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -30,6 +29,7 @@ from tune_jax._session import run_session
 from tune_jax._shardings import committed_devices, trial_shardings
 from tune_jax._sharing import is_common, place_of
 from tune_jax._together import find_span, tune_together
+from tune_jax._warn import warn_user
 
 
 @dataclasses.dataclass(eq=False)
@@ -124,10 +124,7 @@ def find_winner(
             results = tune_alone(alone, given, devices)
             return outline(call, avals).first if results is None else _as_candidate(results)
     first = outline(call, avals).first
-    warnings.warn(
-        f"{call.tunable.name}: {alone.obstacle}, so the first candidate, {dict(first.hyperparams)}, is used.",
-        stacklevel=2,
-    )
+    warn_user(f"{call.tunable.name}: {alone.obstacle}, so the first candidate, {dict(first.hyperparams)}, is used.")
     return first
 
 
@@ -230,10 +227,9 @@ def key_of(call: Call, avals: Sequence[Any], given: Sequence[Any]) -> Key:
 def _is_called_back(call: Call) -> bool:
     if not GATE.is_held_around_caller():
         return False
-    warnings.warn(
+    warn_user(
         f"{call.tunable.name} is called back by a program that is being timed, and cannot be tuned meanwhile, so its "
-        "first candidate is used; call it before, with arguments like these.",
-        stacklevel=2,
+        "first candidate is used; call it before, with arguments like these."
     )
     return True
 

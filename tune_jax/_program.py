@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard
 
@@ -15,6 +14,7 @@ from tune_jax._progress import covering_bar
 from tune_jax._recording import Note
 from tune_jax._results import ProgramResults, Results, TunedCall
 from tune_jax._survey import FoundCall, Program, survey
+from tune_jax._warn import warn_user
 
 
 def tune_all(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> ProgramResults:
@@ -107,4 +107,4 @@ def _list_calls(found: Mapping[Any, FoundCall], results: Mapping[Any, Results]) 
 
 def _warn_of_failures(came: ProgramResults) -> None:
     if came.failures:
-        warnings.warn("\n".join([f"{came.program} has calls without a winner.", *came.problems]), stacklevel=3)
+        warn_user("\n".join([f"{came.program} has calls without a winner.", *came.problems]))

@@ -9,7 +9,6 @@ import logging
 import operator
 import re
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +24,7 @@ from tune_jax._jax import outside_traces
 from tune_jax._key import describe_arguments, device_of, on_device
 from tune_jax._measure.rounds import Effort, measure
 from tune_jax._measure.timers import DeviceTimer, HostTimer, Launchable, Timer
+from tune_jax._measure.xplane import keep_stats_type
 from tune_jax._outline import advise, candidates_of, outline, program_avals
 from tune_jax._progress import progress_bar
 from tune_jax._rank import is_usable
@@ -32,6 +32,7 @@ from tune_jax._recording import unrecorded
 from tune_jax._records import Candidate, Failure, Samples
 from tune_jax._results import Results, make_results
 from tune_jax._shardings import layout_options, mesh_shardings, output_shardings, placed_inputs, trial_shardings
+from tune_jax._warn import warn_user
 
 logger = logging.getLogger("tune_jax")
 
@@ -75,6 +76,7 @@ def run_session(call: Call, avals: Sequence[Any], given: Sequence[Any]) -> Resul
 def start_session(call: Call, avals: Sequence[Any], given: Sequence[Any], candidates: Sequence[Candidate]) -> Session:
     """Compile these candidates and run each once. Raises as `run_session` does."""
     started_s = time.perf_counter()
+    keep_stats_type()
     with outside_traces(), unrecorded():
         values = known_values(call, avals, given)
         shardings = trial_shardings(call, avals, values)
@@ -157,7 +159,7 @@ def _measure_all(call: Call, built: Built, inputs: Sequence[Any], platform: str)
             if not CONFIG.allow_fallback_timing:
                 raise
             notes = (f"device time cannot be had ({error}), so times are the host's wall clock",)
-            warnings.warn(f"{asked.name}: {notes[0]}", stacklevel=2)
+            warn_user(f"{asked.name}: {notes[0]}")
             samples = _run_rounds(call, programs, HostTimer(), advance)
     unseen = {key: _unseen(call, sample) for key, sample in samples.items() if not is_usable(sample)}
     return Measured(samples, unseen | failures, notes + _note_shortage(samples))

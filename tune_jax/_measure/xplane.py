@@ -185,19 +185,20 @@ def _sort_key(event: Event) -> tuple[float, float]:
 
 def _read_stats(events: Iterable[Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Pair each event with its stats; bookkeeping events, most of a CPU trace, carry none that matter."""
-    _keep_stats_type()
+    keep_stats_type()
     for event in events:
         if not event.name.startswith(_RUNTIME_EVENTS):
             yield event, dict(event.stats)
 
 
 @functools.cache
-def _keep_stats_type() -> list[type]:
+def keep_stats_type() -> list[type]:
     """Hold on to the type of an event's stats, so that reading them later does not warn.
 
     Python makes that type when stats are read, frees it once nothing uses it, and makes it again; each time
     Python 3.12 raises a DeprecationWarning inside C++, which with warnings as errors ends the process.
-    Making it once, on a trace of our own, keeps `catch_warnings`, which is not thread-safe, to a moment.
+    Making it once, on a trace of our own, keeps `catch_warnings`, which is not thread-safe, to a moment. That also
+    makes Python forget which warnings it has shown, so a tuning does it before it may warn.
     """
     text = "planes { lines { events { } } }"
     profile = ProfileData.from_serialized_xspace(ProfileData.text_proto_to_serialized_xspace(text))

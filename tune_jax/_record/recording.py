@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import itertools
 import threading
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -14,6 +13,7 @@ from tune_jax._record.capture import Capture, Target, capture_call, capture_targ
 from tune_jax._record.script import FUTURE, RecordedCall, changed_settings, write_script
 from tune_jax._record.writer import Shelf
 from tune_jax._records import Failure
+from tune_jax._warn import warn_user
 
 # How many calls of one function are kept, and how many characters one may take.
 _MOST_CALLS = 100
@@ -120,4 +120,4 @@ class Recording:
         self._has_warned = True
         words = f"a call of {self.name} was not recorded, and others like it may not be: {why}."
         # Where warnings are errors it must not reach the caller either.
-        attempt("run", lambda: warnings.warn(words, stacklevel=4))
+        attempt("run", lambda: warn_user(words))
