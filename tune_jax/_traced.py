@@ -7,6 +7,7 @@ no tracer: what it closed over has become inputs.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import re
 from collections.abc import Hashable, Mapping, Sequence
@@ -16,7 +17,7 @@ import jax
 import numpy as np
 
 from tune_jax._failure import FailedBeforeError
-from tune_jax._jax import Tracer, closed_over, eval_closed
+from tune_jax._jax import Tracer, closed_over, eval_closed, says_what_varies
 from tune_jax._leaves import describe_aval, make_static
 from tune_jax._records import Failure
 
@@ -74,6 +75,11 @@ class TracedCall:
             raise FailedBeforeError(outcome)
         split = len(inputs) - len(self.avals)
         return outcome.run(inputs[:split], inputs[split:])
+
+    @functools.cached_property
+    def says_what_varies(self) -> bool:
+        """Whether JAX checked what varies over the mesh around when the candidates were traced."""
+        return any(says_what_varies(o.jaxpr) for o in self.outcomes.values() if not isinstance(o, Failure))
 
     def digest(self) -> str:
         """Hexadecimal digest of what every candidate computes."""
