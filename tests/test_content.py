@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import array
 import collections
+import contextvars
 import dataclasses
+import enum
 import functools
 import gc
+import logging
 import math
+import threading
 import types
 import weakref
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from tune_jax._content import (
     NotComparableError,
@@ -156,6 +164,136 @@ def test_an_object_is_the_same_while_its_attributes_are():
     assert content_of(HOLDER.read) != before
 
 
+class Base:
+    scale = 2.0
+
+    def read(self, y):
+        return y * FACTOR[0]
+
+    def __mul__(self, y):
+        return y * FACTOR[0]
+
+    @property
+    def factor(self):
+        return FACTOR[0]
+
+
+class Meta(type):
+    rate = 2.0
+
+
+class Inheriting(Base, metaclass=Meta):
+    pass
+
+
+class Kind(enum.Enum):
+    ONE = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    value: int = 1
+
+
+class Hashed(Holder):
+    def __eq__(self, other):
+        return True
+
+    def __hash__(self):
+        return 1
+
+
+def read_scale(place):
+    return lambda y: y * place.scale
+
+
+def helper(y, place):
+    return y * place.scale
+
+
+FACTOR = [2.0]
+INHERITING = Inheriting()
+HASHED = Hashed(1)
+NAMES = types.SimpleNamespace(scale=2.0)
+
+# A function made anew, and what changes under it: object, name, value.
+CHANGES = {
+    "an inherited attribute of a class": (lambda: lambda y: y * Inheriting.scale, Base, "scale"),
+    "an attribute that a metaclass has": (lambda: lambda y: y * Inheriting.rate, Meta, "rate"),
+    "an object's attribute that its class has": (lambda: lambda y: y * INHERITING.scale, Base, "scale"),
+    "a method": (lambda: lambda y: INHERITING.read(y), Base, "read"),
+    "an operator": (lambda: lambda y: INHERITING * y, Base, "__mul__"),
+    "a new attribute of an enum's class": (lambda: lambda y: Kind.ONE.scale, Kind, "scale"),
+    "an attribute of a frozen dataclass's class": (lambda: read_scale(Frozen()), Frozen, "scale"),
+    "an attribute of a named tuple's class": (lambda: read_scale(Pair(1, 2)), Pair, "scale"),
+    "what a helper is passed and reads": (lambda: lambda y: helper(y, INHERITING), Base, "scale"),
+    "an attribute of an object equal to all others": (lambda: lambda y: y * HASHED.value, HASHED, "value"),
+    "a name in a namespace": (lambda: lambda y: y * NAMES.scale, NAMES, "scale"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_an_object_gets_from_its_class_counts(name, monkeypatch):
+    make, place, attribute = CHANGES[name]
+    before = content_of(make())
+    assert content_of(make()) == before
+    monkeypatch.setattr(place, attribute, 3.0, raising=False)
+    assert content_of(make()) != before
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: INHERITING.read, lambda: lambda y: INHERITING * y, lambda: lambda y: y * INHERITING.factor]
+)
+def test_what_an_objects_methods_operators_and_properties_read_counts(make, monkeypatch):
+    before = content_of(make())
+    assert content_of(make()) == before
+    monkeypatch.setitem(globals(), "FACTOR", [3.0])
+    assert content_of(make()) != before
+
+
+def import_inside(y):
+    import tests.conftest
+
+    return y * tests.conftest.HOST_DEVICES
+
+
+@pytest.mark.parametrize(
+    "function",
+    [import_inside, lambda y: y * getattr(Config, "scale"), lambda y: y * globals()["SCALE"]],  # noqa: B009
+    ids=["import", "getattr", "globals"],
+)
+def test_a_function_that_makes_names_up_is_not_compared(function):
+    with pytest.raises(NotComparableError, match="makes up"):
+        content_of(function)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        P("x"),
+        np.sin,
+        np.sum,
+        jax.devices()[0],
+        Frozen(1),
+        Kind.ONE,
+        Pair(1, 2),
+        Pair,
+        logging.getLogger("tests"),
+        optax.adam(1e-3),
+        lax.Precision.HIGH,
+        collections.Counter("aab"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_programs_often_hold_is_compared(value):
+    assert content_of(close_over(value)) == content_of(close_over(value))
+
+
+def test_specs_are_compared_by_value():
+    assert content_of(close_over(P("x"))) == content_of(close_over(P("x")))
+    assert content_of(close_over(P("x"))) != content_of(close_over(P("y")))
+
+
 def test_jax_arrays_are_told_apart_by_which_they_are():
     assert content_of(close_over(ARRAY)) == content_of(close_over(ARRAY))
     assert content_of(close_over(ARRAY)) != content_of(close_over(ARRAY + 0))
@@ -169,7 +307,20 @@ def test_functions_of_jax_are_taken_as_they_are():
 
 
 @pytest.mark.parametrize(
-    "value", [MUTABLE, iter([1]), property(), list(range(1000))], ids=["numpy", "iterator", "property", "large"]
+    "value",
+    [
+        MUTABLE,
+        iter([1]),
+        list(range(1000)),
+        collections.deque([1]),
+        array.array("d", [1]),
+        contextvars.ContextVar("scale", default=1),
+        threading.local(),
+        weakref.ref(HOLDER),
+        np.random.default_rng(0),
+        functools.lru_cache(module_function),
+    ],
+    ids=lambda value: type(value).__name__,
 )
 def test_what_may_change_unseen_is_not_compared(value):
     with pytest.raises(NotComparableError):
@@ -224,14 +375,16 @@ def test_the_same_object_is_equal_only_as_long_as_it_lives():
 # What lasts
 
 
-def test_lasting_content_takes_a_function_of_a_module_whole(monkeypatch):
+def test_lasting_content_has_what_a_function_of_a_module_reads(monkeypatch):
     before = lasting_content_of(module_function)
-    monkeypatch.setitem(globals(), "SCALE", 5.0)
     assert lasting_content_of(module_function) == before
-    assert lasting_content_of(jax.jit(module_function)) == lasting_content_of(jax.jit(module_function))
+    monkeypatch.setitem(globals(), "SCALE", 5.0)
+    assert lasting_content_of(module_function) != before
 
 
-@pytest.mark.parametrize("value", [HOLDER.read, HOLDER, ARRAY, jax.custom_jvp(module_function)])
+@pytest.mark.parametrize(
+    "value", [HOLDER.read, HOLDER, ARRAY, jax.custom_jvp(module_function), jax.jit(module_function)]
+)
 def test_lasting_content_hangs_on_no_array_or_object(value):
     with pytest.raises(NotComparableError):
         lasting_content_of(close_over(value))

@@ -174,6 +174,27 @@ def test_a_closure_agrees_inside_shard_map(checked, wrap, count_tunings):
     assert count_tunings() == 1
 
 
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("with_vjp", [True, False])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_closure_with_a_collective_is_tuned_under_the_mesh(checked, with_vjp, wrap, count_tunings):
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Auto,))
+    shard = functools.partial(jax.shard_map, mesh=mesh, in_specs=P("i"), out_specs=P(), check_vma=checked)
+
+    def program(w):
+        grid = {"factor": [1, 2]}
+        body = tune_jax.tune(
+            lambda x, *, factor: lax.psum(w * x, "i") * factor / factor, grid, with_vjp=with_vjp, progress=False
+        )
+        return body(jnp.arange(1.0, 4.0))
+
+    rows = np.array([[1, 2, 3], [4, 5, 6]], np.float32)
+    np.testing.assert_allclose(wrap(shard(program))(rows), [[5, 14, 27]], rtol=1e-6)
+    slope = jax.grad(lambda w: jnp.sum(wrap(shard(program))(w)))(rows)
+    np.testing.assert_allclose(slope, [[1, 2, 3], [1, 2, 3]], rtol=1e-6)
+    assert count_tunings() == (2 if with_vjp else 1)
+
+
 # What is tuned
 
 

@@ -335,8 +335,22 @@ def test_a_program_traced_under_a_mesh_runs_inside_and_outside_of_it():
     out = jax.jit(jax.shard_map(program, mesh=mesh, in_specs=P("i"), out_specs=P("i")))(X)
     np.testing.assert_allclose(out, np.sin(X) * X + X * X, rtol=1e-6)
     assert "pvary" in str(found[0])
+    assert _jax.says_what_varies(found[0])
+    assert not _jax.says_what_varies(traced(jnp.sin, X))
     (alone,) = _jax.eval_closed(found[0], [X, X])
     np.testing.assert_allclose(alone, out, rtol=1e-6)
+
+
+def test_a_value_is_made_to_vary_over_a_mesh():
+    mesh = jax.make_mesh((1,), ("i",), axis_types=(AxisType.Auto,))
+
+    def program(w):
+        assert jax.typeof(_jax.vary_as(jax.typeof(w), X)) == jax.typeof(w)
+        assert jax.typeof(_jax.vary_over(("i",), X)) == jax.typeof(w)
+        assert _jax.vary_over(("i",), w) is w
+        return _jax.vary_over(("i",), X)
+
+    np.testing.assert_array_equal(jax.shard_map(program, mesh=mesh, in_specs=P("i"), out_specs=P("i"))(X), X)
 
 
 def test_dynamic_bounds_of_grids_are_counted_wherever_they_are():

@@ -262,3 +262,13 @@ def test_kin_are_equal_by_name_and_content():
     assert Kin("f", 1) == Kin("f", 1)
     assert Kin("f", 1) != Kin("f", 2)
     assert repr(Kin("f", 1)) == "Kin(name='f')"
+
+
+def test_functions_that_call_other_tuned_functions_of_one_name_are_tuned_apart(count_tunings):
+    def call(function):
+        inner = tune(function, GRID, progress=False)
+        return tune(lambda x, b: inner(x) * b / b, GRID, progress=False)(X)
+
+    np.testing.assert_allclose(call(lambda x, b: jnp.sin(x) * b / b), np.sin(X), rtol=1e-6)
+    np.testing.assert_allclose(call(lambda x, b: jnp.cos(x) * b / b), np.cos(X), rtol=1e-6)
+    assert count_tunings() == 4

@@ -28,7 +28,7 @@ from tune_jax._jax import (
 from tune_jax._recording import lasting_context
 from tune_jax._records import Candidate, Failure
 from tune_jax._space import list_candidates
-from tune_jax._wrap import mapped_outputs, wrap
+from tune_jax._wrap import mapped_outputs, single_aval, wrap
 
 Describe = Callable[[frozenset[int]], tuple[Call, list[Any]]]
 
@@ -164,7 +164,7 @@ def program_avals(call: Call, avals: Sequence[Any]) -> list[Any]:
     if not call.moving:
         return list(avals)
     results = outline(dataclasses.replace(call, moving=()), avals).avals
-    return [*avals, *(shaped(aval) for aval in results if takes_cotangent(aval))]
+    return [*avals, *(single_aval(call, aval) for aval in results if takes_cotangent(aval))]
 
 
 def abstract_inputs(avals: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:

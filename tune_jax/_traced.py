@@ -7,16 +7,18 @@ no tracer: what it closed over has become inputs.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
+import inspect
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from tune_jax._failure import FailedBeforeError
-from tune_jax._jax import Tracer, closed_over, eval_closed
+from tune_jax._jax import Tracer, closed_over, eval_closed, inner_jaxprs, says_what_varies
 from tune_jax._leaves import describe_aval, make_static
 from tune_jax._records import Failure
 
@@ -43,7 +45,8 @@ class TracedCandidate:
     def describe(self) -> str:
         """All that the candidate computes, as text; objects that JAX shows by address are left open."""
         constants = [*self.constants, *self.jaxpr.consts]
-        return "\n".join([_ADDRESS.sub("0x", str(self.jaxpr)), *map(_describe_constant, constants)])
+        inner = map(_describe_inner, _tuned_calls(self.jaxpr.jaxpr))
+        return "\n".join([_ADDRESS.sub("0x", str(self.jaxpr)), *map(_describe_constant, constants), *inner])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +78,11 @@ class TracedCall:
         split = len(inputs) - len(self.avals)
         return outcome.run(inputs[:split], inputs[split:])
 
+    @functools.cached_property
+    def says_what_varies(self) -> bool:
+        """Whether JAX checked what varies over the mesh around when the candidates were traced."""
+        return any(says_what_varies(o.jaxpr) for o in self.outcomes.values() if not isinstance(o, Failure))
+
     def digest(self) -> str:
         """Hexadecimal digest of what every candidate computes."""
         return digest_of(self.outcomes.values())
@@ -95,6 +103,24 @@ def read_traced(traced: Any, places: Mapping[int, int]) -> TracedCandidate:
 def choice_key(hyperparams: Mapping[str, Any]) -> Hashable:
     """What a candidate's hyperparameters are found again by."""
     return tuple((name, make_static(name, hyperparams[name]).key) for name in sorted(hyperparams))
+
+
+def _tuned_calls(jaxpr: Any) -> Iterator[Any]:
+    """The tuned calls in a program, which its text has by their names only."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "tuned_call":
+            yield equation.params["call"]
+        for inner in inner_jaxprs(equation)[0]:
+            yield from _tuned_calls(inner)
+
+
+def _describe_inner(call: Any) -> str:
+    """What a tuned call does: its programs, or as much as its function's own code tells."""
+    if call.traced is not None:
+        return str(call.traced.digest())
+    code = getattr(inspect.unwrap(call.tunable.function), "__code__", None)
+    parts = code and (code.co_code.hex(), code.co_names, code.co_consts)
+    return _ADDRESS.sub("0x", repr(parts))
 
 
 def _describe_constant(value: Any) -> str:

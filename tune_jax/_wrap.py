@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from tune_jax._call import Batch, Call, variadic_name
-from tune_jax._jax import is_batched, takes_cotangent
+from tune_jax._jax import ShapedArray, is_batched, shaped, takes_cotangent, vary_as, vary_over
 from tune_jax._placement import MeshShape
 
 
@@ -35,7 +35,7 @@ def wrap(call: Call, hyperparams: Mapping[str, Any], *, name: str) -> Callable[.
     if call.moving:
         function = _with_backward(function, len(call.dynamic_indices), call.moving)
     if call.mesh is not None and call.mesh.manual:
-        function = _mapped(function, call.mesh)
+        function = (_mapped_side_by_side if _is_side_by_side(call) else _mapped)(function, call.mesh)
     return _renamed(function, name)
 
 
@@ -43,6 +43,13 @@ def wrap_flat(call: Call, hyperparams: Mapping[str, Any], *, name: str) -> Calla
     """The same, but with the result's leaves as a flat list."""
     function = wrap(call, hyperparams, name=name)
     return _renamed(lambda *inputs: jax.tree.leaves(function(*inputs)), name)
+
+
+def single_aval(call: Call, aval: Any) -> Any:
+    """The abstract value of a result as the function itself returns it, of that of its program."""
+    if not _is_side_by_side(call):
+        return shaped(aval)
+    return ShapedArray(aval.shape[1:], aval.dtype, weak_type=aval.weak_type)
 
 
 def bind(call: Call, arguments: Mapping[str, Any], hyperparams: Mapping[str, Any]) -> inspect.BoundArguments:
@@ -112,7 +119,7 @@ def _with_backward(function: Callable[..., Any], count: int, moving: Sequence[in
 
 def _cotangent(leaf: Any, cotangents: Iterator[Any]) -> Any:
     aval = jax.typeof(leaf)
-    return next(cotangents) if takes_cotangent(aval) else np.zeros(aval.shape, jax.dtypes.float0)
+    return vary_as(aval, next(cotangents)) if takes_cotangent(aval) else np.zeros(aval.shape, jax.dtypes.float0)
 
 
 def _batched(function: Callable[..., Any], batch: Batch) -> Callable[..., Any]:
@@ -151,6 +158,26 @@ def _mapped(function: Callable[..., Any], mesh: MeshShape) -> Callable[..., Any]
         out_specs=everywhere,
         axis_names=set(mesh.manual),
         check_vma=False,
+    )
+
+
+def _is_side_by_side(call: Call) -> bool:
+    is_mapped = call.mesh is not None and bool(call.mesh.manual)
+    return is_mapped and call.traced is not None and call.traced.says_what_varies
+
+
+def _mapped_side_by_side(function: Callable[..., Any], mesh: MeshShape) -> Callable[..., Any]:
+    """The same for a program with the collectives that JAX puts in where it checks what varies over the mesh.
+
+    It checks here too then, so that results, which may vary, are put side by side.
+    """
+    axes = tuple(name for name in mesh.names if name in mesh.manual)
+    return jax.shard_map(
+        lambda *inputs: jax.tree.map(lambda leaf: vary_over(axes, leaf)[None], function(*inputs)),
+        mesh=mesh.build(),
+        in_specs=jax.sharding.PartitionSpec(),
+        out_specs=jax.sharding.PartitionSpec(axes),
+        axis_names=set(axes),
     )
 
 

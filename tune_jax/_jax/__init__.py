@@ -38,8 +38,11 @@ try:
         eval_closed,
         inner_jaxprs,
         placed_parts,
+        says_what_varies,
         source_frames,
         used_inputs,
+        vary_as,
+        vary_over,
     )
     from tune_jax._jax.primitives import (
         SymbolicZero,
@@ -121,6 +124,7 @@ __all__ = [
     "register_lowering",
     "register_transpose",
     "restored",
+    "says_what_varies",
     "settings",
     "shaped",
     "source_frames",
@@ -130,5 +134,7 @@ __all__ = [
     "trace_context",
     "trace_state_clean",
     "used_inputs",
+    "vary_as",
+    "vary_over",
     "zero_tangent",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -34,7 +34,7 @@ def eval_closed(closed_jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
     results = [variable for equation in jaxpr.eqns for variable in equation.outvars]
     if not set().union(*(_varying_axes(v.aval) for v in (*variables, *results))) <= set(axis_names()):
         return _eval_unvarying(jaxpr, dict(zip(variables, given, strict=True)))
-    given = [_vary_as(v.aval, value) for v, value in zip(variables, given, strict=True)]
+    given = [vary_as(v.aval, value) for v, value in zip(variables, given, strict=True)]
     split = len(closed_jaxpr.consts)
     return list(_core.eval_jaxpr(jaxpr, given[:split], *given[split:]))
 
@@ -44,9 +44,22 @@ def _varying_axes(aval: Any) -> frozenset[Any]:
     return frozenset(getattr(getattr(aval, "manual_axis_type", None), "varying", ()))
 
 
-def _vary_as(aval: Any, value: Any) -> Any:
-    missing = _varying_axes(aval) - _varying_axes(jax.typeof(value))
-    return lax.pcast(value, tuple(missing), to="varying") if missing else value
+def says_what_varies(closed_jaxpr: Any) -> bool:
+    """Whether a program was traced where JAX checks what varies over a mesh, and has values that do."""
+    jaxpr = closed_jaxpr.jaxpr
+    results = [variable for equation in jaxpr.eqns for variable in equation.outvars]
+    return any(_varying_axes(variable.aval) for variable in (*jaxpr.constvars, *jaxpr.invars, *results))
+
+
+def vary_as(aval: Any, value: Any) -> Any:
+    """A value that varies over the axes of a mesh that an abstract value does."""
+    return vary_over(_varying_axes(aval), value)
+
+
+def vary_over(axes: Iterable[Any], value: Any) -> Any:
+    """A value that varies over these axes of the mesh around."""
+    missing = tuple(axis for axis in axes if axis not in _varying_axes(jax.typeof(value)))
+    return lax.pcast(value, missing, to="varying") if missing else value
 
 
 def _eval_unvarying(jaxpr: Any, values: dict[Any, Any]) -> list[Any]:
