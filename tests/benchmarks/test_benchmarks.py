@@ -9,6 +9,7 @@ import pathlib
 import subprocess
 import sys
 
+import jax
 import pytest
 
 BENCHMARKS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks"
@@ -198,6 +199,24 @@ def test_cupti_and_the_trace_agree_on_a_chain_of_kernels(tmp_path):
     subprocess.run([*command, "--out", str(report)], check=True, timeout=150, env=environment)
     (row,) = json.loads(report.read_text())["programs"]
     assert row["ratio"] == pytest.approx(1, abs=0.05)
+
+
+# Two GPUs
+
+
+@pytest.mark.gpu
+def test_two_gpus_are_timed_by_their_slowest_and_tune_together(tmp_path):
+    if len(jax.devices()) < 2:
+        pytest.skip("needs two GPUs")
+    report = tmp_path / "report.json"
+    command = [sys.executable, str(BENCHMARKS / "two_gpus.py"), "--out", str(report)]
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    subprocess.run(command, check=True, timeout=170, env=environment)
+    cases = {case.pop("case"): case for case in json.loads(report.read_text())["cases"]}
+    assert [case["within"] for name, case in cases.items() if name.startswith("sharded")] == [True] * 3
+    assert all(case.get("right", True) for case in cases.values())
+    assert cases["two processes"]["same results"]
+    assert cases["inputs on the second device"]["allocations on the first"] == 0
 
 
 # Call overhead
