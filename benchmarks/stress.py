@@ -90,11 +90,11 @@ _copies = itertools.count()
 
 def _copy_apart(function: Any) -> Any:
     """A copy that is like no other: equal functions may share what they were tuned for."""
+    name = f"{function.__name__}{next(_copies)}"
     copy = types.FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+        function.__code__, function.__globals__, name, function.__defaults__, function.__closure__
     )
     copy.__kwdefaults__ = function.__kwdefaults__
-    copy.number = next(_copies)  # type: ignore[attr-defined]
     return copy
 
 
@@ -242,8 +242,8 @@ def main() -> None:
         jax.clear_caches()
     seconds = time.perf_counter() - started
     print(
-        f"{len(numbers)} programs (seed {options.seed}), {tunings} tunings, {len(failures)} failures "
-        f"{sorted(failures) or ''}, {seconds:.0f} s on jax {jax.__version__}"
+        f"{len(numbers)} programs (seed {options.seed}), {tunings} tunings, {len(failures)} failures"
+        f"{' ' * bool(failures)}{sorted(failures) or ''}, {seconds:.0f} s on jax {jax.__version__}"
     )
     report = {"host": describe_host(), "seed": options.seed, "tunings": tunings, "failures": failures}
     write_report(options.out, {**report, "seconds": seconds})
