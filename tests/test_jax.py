@@ -251,7 +251,7 @@ def test_axis_names_are_gone_outside_of_traces_and_back_afterwards():
 
 def test_outside_of_traces_jit_is_on_and_nan_is_allowed():
     with jax.disable_jit(), jax.debug_nans(True), jax.debug_infs(True), _jax.outside_traces():
-        assert not _jax.jit_is_disabled()
+        assert not jax.config.jax_disable_jit
         assert np.isnan(jax.jit(lambda x: x / x)(jnp.zeros(()))).all()
 
 
@@ -264,12 +264,6 @@ def test_an_error_outside_of_traces_leaves_the_trace_as_it_was():
 
     jax.vmap(program, axis_name="i")(X)
     assert _jax.trace_state_clean()
-
-
-def test_whether_jit_is_disabled():
-    assert not _jax.jit_is_disabled()
-    with jax.disable_jit():
-        assert _jax.jit_is_disabled()
 
 
 def test_the_default_device_setting():

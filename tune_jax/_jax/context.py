@@ -59,11 +59,6 @@ def axis_names() -> tuple[Any, ...]:
     return tuple(_core.get_axis_env().axis_sizes)
 
 
-def jit_is_disabled() -> bool:
-    """Whether the caller runs under `jax.disable_jit`."""
-    return bool(jax.config.jax_disable_jit)  # type: ignore[attr-defined]
-
-
 def default_device_setting() -> Any:
     """The caller's default device: a device, a platform's name, or None."""
     return jax.config.jax_default_device  # type: ignore[attr-defined]
