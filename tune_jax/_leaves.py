@@ -22,6 +22,8 @@ from tune_jax._warn import warn_user
 
 # Members of an IntEnum are ints too, but programs ask which member they are.
 _STATIC_SCALARS = (bool, str, bytes, enum.Enum)
+# What is as it is, and looked at first, because calls with static values come by here each time.
+_PLAIN = {bool, int, str, bytes, type(None)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +86,8 @@ def make_static(label: str, value: Any) -> Static:
     Raises:
       ArgumentError: the value is a tracer or an array, which only a dynamic argument can be.
     """
+    if type(value) in _PLAIN:
+        return Static(value, (type(value), value))
     if isinstance(value, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
         raise ArgumentError(
             f"argument {label} is static but came as {describe_aval(value)}; pass a Python value, take its name out of "
