@@ -64,7 +64,7 @@ ROOMS = {
     "_recording": "jax _jax _call",
     "_key": "jax _jax _call _digest _leaves _placement _sharing",
     "_sharing": "_call _content _jax _leaves _outline _recording _traced",
-    "_digest": "jax numpy",
+    "_digest": "jax numpy _closures",
     "_agree": "",
     "_coordinator": "jax _agree _jax",
     "_together": "_agree _call _jax _key _results _session _shardings _sharing _space",

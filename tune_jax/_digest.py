@@ -11,6 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from tune_jax._closures import cell_contents
+
 # Memory addresses, and the ids of devices: each process has its own.
 _PLACES = re.compile(r" at 0x[0-9a-fA-F]+|(?<=Device\()id=\d+")
 _CONTAINERS = (tuple, list, set, frozenset, dict)
@@ -90,15 +92,7 @@ def _parts_of_code(value: Any) -> list[Any]:
         return [value.__func__, value.__self__]
     if isinstance(value, types.CodeType):
         return [value.co_code, value.co_consts, value.co_names, value.co_freevars]
-    return [value.__code__, value.__defaults__, value.__kwdefaults__, *map(_content, value.__closure__ or ())]
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        # The function is defined before what it closes over.
-        return None
+    return [value.__code__, value.__defaults__, value.__kwdefaults__, *cell_contents(value)]
 
 
 def _is_data(value: Any) -> bool:
