@@ -252,15 +252,21 @@ def shape_lines(label, compiled):
         return [f"{label} FAILED {traceback.format_exc()[-600:]}"]
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def read_options(description, shapes):
+    """The folder for the results, made if there is none, and the names of what is to be run, by default all."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=pathlib.Path, metavar="OUT_FOLDER", help="for table.txt; made if there is none")
-    parser.add_argument("wanted", nargs="*", metavar="NAME", help=f"check, {', '.join(SHAPES)}")
+    parser.add_argument("wanted", nargs="*", metavar="NAME", help=f"check, {', '.join(shapes)}")
     options = parser.parse_args()
-    wanted = options.wanted or ["check", *SHAPES]
-    if unknown := set(wanted) - {"check", *SHAPES}:
+    wanted = options.wanted or ["check", *shapes]
+    if unknown := set(wanted) - {"check", *shapes}:
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
     options.out.mkdir(parents=True, exist_ok=True)
+    return options.out, wanted
+
+
+def main():
+    out, wanted = read_options(__doc__, SHAPES)
     started = time.time()
     compiled = compile_all(jobs_of(wanted))
     seconds = time.time() - started
@@ -274,7 +280,7 @@ def main():
             new = shape_lines(label, compiled)
             print("\n".join(new), f"[{time.time() - started:.0f} s]", flush=True)
             lines += new
-    (options.out / "table.txt").write_text("\n".join(lines) + "\n")
+    (out / "table.txt").write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

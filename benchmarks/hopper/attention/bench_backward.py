@@ -11,7 +11,6 @@ Lines are printed as they come and written to OUT_FOLDER/table.txt.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import pathlib
 import statistics
@@ -243,14 +242,7 @@ def attempt(function, *arguments):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=pathlib.Path, metavar="OUT_FOLDER", help="for table.txt; made if there is none")
-    parser.add_argument("wanted", nargs="*", metavar="NAME", help=f"check, {', '.join(SHAPES)}")
-    options = parser.parse_args()
-    wanted = options.wanted or ["check", *SHAPES]
-    if unknown := set(wanted) - {"check", *SHAPES}:
-        parser.error(f"unknown: {', '.join(sorted(unknown))}")
-    options.out.mkdir(parents=True, exist_ok=True)
+    out, wanted = bench.read_options(__doc__, SHAPES)
     started, lines = time.time(), []
     compiled = bench.compile_all(jobs_of(wanted))
     print(f"{jax.devices()[0]} jax {jax.__version__}: {len(compiled)} compiled in {time.time() - started:.0f} s")
@@ -260,7 +252,7 @@ def main():
                 new = attempt(work, name, compiled)
                 print("\n".join(new), f"[{time.time() - started:.0f} s]", flush=True)
                 lines += new
-                (options.out / "table.txt").write_text("\n".join(lines) + "\n")
+                (out / "table.txt").write_text("\n".join(lines) + "\n")
     print("\n".join(["", *lines]))
 
 
