@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .attention import flash_attention, flash_attention_space, reference_attention
+from .attention import flash_attention, flash_attention_space, merge_attention, reference_attention
 
-__all__ = ["flash_attention", "flash_attention_space", "reference_attention"]
+__all__ = ["flash_attention", "flash_attention_space", "merge_attention", "reference_attention"]

@@ -1,79 +1,113 @@
-"""`flash_attention`: one call, checked here, computed by one of the backends next to this file."""
+"""`flash_attention`: one call, checked, computed by one of the backends next to this file."""
 
 from __future__ import annotations
 
-import importlib
-from typing import Any, Protocol, cast
+from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-# In order of preference. A backend is a module of this folder that has this name and holds a function
-# `attention` (see `Backend`); it is imported when it is first used, so it may need what not everyone has.
-IMPLEMENTATIONS = ("xla",)
-
-_DTYPES = ("float32", "bfloat16", "float16")
-
-
-class Backend(Protocol):
-    """What a backend's `attention` function takes: arguments that `check_call` has passed."""
-
-    def __call__(
-        self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        *,
-        causal: bool,
-        scale: float | jax.Array | None,
-        block_q: int | None,
-        block_k: int | None,
-    ) -> jax.Array:
-        """Returns the attention output, `[batch, Tq, heads, Dv]` in the dtype of `q`."""
-        ...
+from .backends import choose
+from .call import Array
+from .checks import read_call, read_flag, read_tiles
 
 
 def flash_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Array,
+    k: Array,
+    v: Array,
     *,
     causal: bool = False,
-    scale: float | jax.Array | None = None,
+    q_offset: int | Array = 0,
+    window: tuple[int | None, int | None] | None = None,
+    segment_ids: tuple[Array, Array] | None = None,
+    q_lengths: Array | None = None,
+    kv_lengths: Array | None = None,
+    mask: Array | None = None,
+    bias: Array | None = None,
+    scale: float | Array | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
     implementation: str | None = None,
     block_q: int | None = None,
     block_k: int | None = None,
-) -> jax.Array:
+    num_warps: int | None = None,
+    num_stages: int | None = None,
+    block_q_dkv: int | None = None,
+    block_k_dkv: int | None = None,
+    num_warps_dkv: int | None = None,
+    num_stages_dkv: int | None = None,
+    block_q_dq: int | None = None,
+    block_k_dq: int | None = None,
+    num_warps_dq: int | None = None,
+    num_stages_dq: int | None = None,
+) -> Any:
     """Exact attention, softmax(scale * q k') v, computed block by block in memory linear in the lengths.
 
     The softmax is built up over blocks of keys (online softmax, Milakov and Gimelshein 2018,
     arXiv:1805.02867) and the backward pass computes the blocks again instead of keeping them
-    (FlashAttention, Dao et al. 2022, arXiv:2205.14135). Sums are float32 in every dtype. Differentiable in
-    reverse mode with respect to `q`, `k`, `v` and `scale`; works under `jit`, `vmap`, `grad`,
-    `jax.checkpoint` and `shard_map`.
+    (FlashAttention, Dao et al. 2022, arXiv:2205.14135). Sums are float32 in every dtype. The score of query
+    i and key j is `softcap * tanh(scale * q_i k_j / softcap) + bias_ij`. All masks that are given hold
+    together; blocks that causal, window and lengths rule out are never loaded. Differentiable once, in
+    reverse mode, with respect to `q`, `k`, `v`, `bias`, `sinks` and an array `scale`; works under `jit`,
+    `vmap`, `grad`, `jax.checkpoint` and `shard_map`. Under `jax.checkpoint` the output and the log-sum-exp
+    carry the names "flash_attention_out" and "flash_attention_lse", for policies that keep them.
 
     Args:
-        q: queries, `[batch, Tq, heads, D]`; float32, bfloat16 or float16.
+        q: queries, `[batch, Tq, heads, D]`; float32, bfloat16 or float16; D at most 256.
         k: keys, `[batch, Tk, kv_heads, D]`, same dtype. `heads` is a multiple of `kv_heads`: query head h
             reads key and value head `h // (heads // kv_heads)`.
-        v: values, `[batch, Tk, kv_heads, Dv]`, same dtype. `Dv` may differ from `D`.
-        causal: query i sees keys 0 to i, counted from the first of each, also when Tq and Tk differ (as in
+        v: values, `[batch, Tk, kv_heads, Dv]`, same dtype. `Dv` may differ from `D`, and is at most 256.
+        causal: query i sees the keys up to its own position, i + `q_offset`. With offset 0 positions are
+            counted from the first of each, also when Tq and Tk differ (as in
             `jax.nn.dot_product_attention`).
-        scale: factor on the scores, 1/sqrt(D) if None.
-        implementation: the backend, one of `IMPLEMENTATIONS`; if None, the best for the call.
-        block_q: queries a block, any positive whole number, also one that does not divide Tq; the backend's
-            own choice if None. Changes speed and memory, not the result.
+        q_offset: the position of the first query among the keys, a whole number or one per batch row,
+            `[batch]`: for decoding against a cache, the number of keys before it. Moves `causal` and
+            `window`.
+        window: `(left, right)`: a query sees the keys from `left` before its position to `right` after it,
+            both included; None for a side without limit.
+        segment_ids: `(q_segments, kv_segments)`, integers `[batch, Tq]` and `[batch, Tk]`: queries see keys
+            of their own segment only. Any order is right; blocks are skipped where ids are sorted.
+        q_lengths: integers `[batch]`; queries from there on are padding and see nothing.
+        kv_lengths: integers `[batch]`; keys from there on are padding and are seen by none.
+        mask: booleans that broadcast to `[batch, heads, Tq, Tk]`, True where a query may see a key.
+        bias: added to the scores; floating point, broadcasts to `[batch, heads, Tq, Tk]`. -inf is a mask. Its
+            gradient is summed in float32 over the axes along which it is broadcast.
+        scale: factor on the scores, 1/sqrt(D) if None; a number, or a scalar array, which has a gradient.
+        softcap: bound on the scores, a positive number, by tanh as in Gemma 2 (arXiv:2408.00118).
+        sinks: one logit a head, `[heads]`: a key without value that each query sees besides its keys.
+        return_lse: also return the natural logarithm of each row's sum of exponentials of scores (sinks
+            included), to join partial results with `merge_attention`.
+        deterministic: ask for a backward pass that repeats bit for bit.
+        implementation: the backend, one of `IMPLEMENTATIONS`; if None, the one that is known or expected to
+            be the fastest of those that can do what is asked on this device.
+        block_q: queries a block, a positive whole number, also one that does not divide Tq. All
+            hyperparameters change speed and memory, not the result; None leaves a choice to the backend.
         block_k: keys a block, likewise.
+        num_warps: warps a block, of the backends on GPUs.
+        num_stages: loads under way at a time, of the backends on GPUs.
+        block_q_dkv: queries a block where the backward pass computes the gradients of keys and values.
+        block_k_dkv: keys a block there.
+        num_warps_dkv: warps a block there.
+        num_stages_dkv: loads under way there.
+        block_q_dq: queries a block where the backward pass computes the gradient of queries.
+        block_k_dq: keys a block there.
+        num_warps_dq: warps a block there.
+        num_stages_dq: loads under way there.
 
     Returns:
-        `[batch, Tq, heads, Dv]` in the dtype of `q`. A query row that has no key (Tk = 0) is zero.
+        `[batch, Tq, heads, Dv]` in the dtype of `q`; with `return_lse=True` a pair of that and the
+        log-sum-exp, `[batch, Tq, heads]`, float32. A query row that sees no key is zero, its log-sum-exp
+        -inf, and it takes no part in any gradient.
 
     Raises:
-        ValueError: shapes that do not fit each other, an unknown implementation, a block size that is not a
-            positive whole number.
-        TypeError: a dtype other than the three, dtypes that differ, a `causal` that is not a bool, a
-            `scale` that is not a real scalar; forward-mode differentiation (from JAX).
+        ValueError: shapes that do not fit each other, an unknown implementation, one that cannot do what is
+            asked or does not take a hyperparameter that is given, a hyperparameter that is not a positive
+            whole number.
+        TypeError: a dtype other than the three, dtypes that differ, flags that are not bools, a `scale` that
+            is not a real scalar; forward-mode differentiation (from JAX).
+        NotImplementedError: second derivatives; `reference_attention` has them.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -85,85 +119,48 @@ def flash_attention(
         >>> bool(jnp.allclose(out[:, 0, :4], v[:, 0, :1], atol=1e-5))  # the first query sees one key
         True
     """
-    q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
-    check_call(q, k, v, causal=causal, scale=scale)
-    block_q, block_k = _checked_block("block_q", block_q), _checked_block("block_k", block_k)
-    attention = _backend(IMPLEMENTATIONS[0] if implementation is None else implementation)
-    return attention(q, k, v, causal=bool(causal), scale=scale, block_q=block_q, block_k=block_k)
+    tiles = read_tiles(
+        block_q=block_q,
+        block_k=block_k,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        block_q_dkv=block_q_dkv,
+        block_k_dkv=block_k_dkv,
+        num_warps_dkv=num_warps_dkv,
+        num_stages_dkv=num_stages_dkv,
+        block_q_dq=block_q_dq,
+        block_k_dq=block_k_dq,
+        num_warps_dq=num_warps_dq,
+        num_stages_dq=num_stages_dq,
+    )
+    spec, operands = read_call(
+        q,
+        k,
+        v,
+        causal=causal,
+        q_offset=q_offset,
+        window=window,
+        segment_ids=segment_ids,
+        q_lengths=q_lengths,
+        kv_lengths=kv_lengths,
+        mask=mask,
+        bias=bias,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        deterministic=deterministic,
+        tiles=tiles,
+    )
+    return_lse = read_flag("return_lse", return_lse)
+    backend, spec = choose(implementation, spec, operands, return_lse)
+    out, lse = _attend(backend.load(), spec, return_lse, operands)
+    return (out, lse) if return_lse else out
 
 
-def check_call(q: Any, k: Any, v: Any, *, causal: Any, scale: Any) -> None:
-    """Raises for an attention call that no backend can mean anything by."""
-    check_arrays(q, k, v)
-    if not isinstance(causal, (bool, np.bool_)):
-        raise TypeError(f"causal must be True or False, got {_kind(causal)}; under jit, make it static.")
-    number = isinstance(scale, (int, float, np.number, np.ndarray, jax.Array)) and not isinstance(scale, bool)
-    if scale is not None and not (number and np.ndim(scale) == 0 and not jnp.iscomplexobj(scale)):
-        raise TypeError(f"scale must be a real scalar or None, got {_kind(scale)}; None is 1/sqrt(head_dim).")
+def _attend_traced(attend: Any, spec: Any, return_lse: bool, operands: Any) -> tuple[Array, Array | None]:
+    out, lse = attend(spec, operands)
+    return out, lse if return_lse else None
 
 
-def check_arrays(q: Any, k: Any, v: Any) -> None:
-    """Raises unless shapes and dtypes fit each other; abstract arrays will do."""
-    _check_ranks(q, k, v)
-    _check_sizes(q.shape, k.shape, v.shape)
-    _check_dtypes(q, k, v)
-
-
-def _check_ranks(q: Any, k: Any, v: Any) -> None:
-    for name, array in (("q", q), ("k", k), ("v", v)):
-        if len(array.shape) != 4:
-            raise ValueError(
-                f"{name} must have 4 axes, [batch, time, heads, head_dim], got shape {array.shape}; "
-                f"add an axis of size 1 for each that is missing, or use jax.vmap for more."
-            )
-
-
-def _check_sizes(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> None:
-    shapes = f"got q {q}, k {k}, v {v}"
-    if not q[0] == k[0] == v[0]:
-        raise ValueError(f"q, k and v must have the same batch (axis 0), {shapes}; broadcast the smaller one.")
-    if k[1:3] != v[1:3]:
-        raise ValueError(
-            f"k and v must have the same time and heads (axes 1 and 2), {shapes}; "
-            f"arrays are [batch, time, heads, head_dim]."
-        )
-    if q[3] != k[3] or q[3] == 0:
-        raise ValueError(
-            f"q and k must have the same head_dim (axis 3), at least 1, {shapes}; "
-            f"only v may have a head_dim of its own."
-        )
-    if k[2] == 0 or q[2] % k[2]:
-        raise ValueError(
-            f"q's heads must be a multiple of k's (axis 2): {q[2]} is not a multiple of {k[2]}, {shapes}; "
-            f"arrays are [batch, time, heads, head_dim], so time and heads may be swapped."
-        )
-
-
-def _check_dtypes(q: Any, k: Any, v: Any) -> None:
-    names = tuple(str(array.dtype) for array in (q, k, v))
-    if len(set(names)) > 1 or names[0] not in _DTYPES:
-        raise TypeError(
-            f"q, k and v must share one dtype out of {', '.join(_DTYPES)}, got {', '.join(names)}; cast with .astype."
-        )
-
-
-def _checked_block(name: str, value: Any) -> int | None:
-    if value is None:
-        return None
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)) or value < 1:
-        raise ValueError(
-            f"{name} must be a positive whole number or None, got {_kind(value)}; try a power of two such as "
-            f"128, and make it static under jit."
-        )
-    return int(value)
-
-
-def _backend(name: str) -> Backend:
-    if name not in IMPLEMENTATIONS:
-        available = ", ".join(repr(each) for each in IMPLEMENTATIONS)
-        raise ValueError(f"implementation {name!r} is unknown; available: {available}, or None for the best one.")
-    return cast(Backend, importlib.import_module(f".{name}", __package__).attention)
-
-
-def _kind(value: object) -> str:
-    return f"{value!r} ({type(value).__name__})"
+# Eager calls would otherwise trace a backend each time.
+_attend = jax.jit(_attend_traced, static_argnums=(0, 1, 2))

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-import jax
+from typing import Any
+
 import jax.numpy as jnp
 
-from .api import check_call
+from .call import Array, Operands, Spec, scale_of
+from .checks import read_call
+from .visible import sees_by_position
 
 
-def reference_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    *,
-    causal: bool = False,
-    scale: float | jax.Array | None = None,
-) -> jax.Array:
-    """Attention by its definition: softmax(scale * q k') v, with the whole score matrix in float32.
+def reference_attention(q: Array, k: Array, v: Array, **call: Any) -> Array | tuple[Array, Array]:
+    """Attention by its definition, with the whole score matrix in float32.
 
-    Shapes, dtypes, meaning of the arguments and errors are those of `flash_attention`; the memory it takes
-    grows with Tq x Tk, so use it to check results, not to train.
+    Arguments, their meaning and errors are those of `flash_attention`, hyperparameters and `implementation`
+    aside; the memory it takes grows with Tq x Tk, so use it to check results, not to train. Differentiable as
+    often as you like, in both modes.
+
+    Args:
+        q: queries, `[batch, Tq, heads, D]`.
+        k: keys, `[batch, Tk, kv_heads, D]`.
+        v: values, `[batch, Tk, kv_heads, Dv]`.
+        **call: `causal`, `window`, `scale`, ... as in `flash_attention`.
 
     Returns:
-        `[batch, Tq, heads, Dv]` in the dtype of `q`. A query row that has no key (Tk = 0) is zero.
+        `[batch, Tq, heads, Dv]` in the dtype of `q`; with `return_lse=True` also the log-sum-exp,
+        `[batch, Tq, heads]`, float32. A row that sees no key is zero, its log-sum-exp -inf.
 
     Example:
         >>> import jax.numpy as jnp
@@ -31,19 +35,70 @@ def reference_attention(
         >>> reference_attention(q, q[:, :, :1], v, causal=True)[0, :, 0, 0].tolist()
         [0.0, 0.5, 1.0, 1.5]
     """
-    q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
-    check_call(q, k, v, causal=causal, scale=scale)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    group = q.shape[2] // k.shape[2]
-    keys = jnp.repeat(k.astype(jnp.float32), group, axis=2)
-    values = jnp.repeat(v.astype(jnp.float32), group, axis=2)
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q.astype(jnp.float32), keys, precision="highest") * scale
-    if causal:
-        allowed = jnp.tri(q.shape[1], k.shape[1], dtype=bool)
-        scores = jnp.where(allowed, scores, -jnp.inf)
-    # `initial` keeps the maximum defined when there is no key at all; it is never the larger one otherwise.
+    return_lse = call.pop("return_lse", False)
+    spec, operands = read_call(q, k, v, **call)
+    out, lse = attention(spec, operands)
+    return (out, lse) if return_lse else out
+
+
+def attention(spec: Spec, operands: Operands) -> tuple[Array, Array]:
+    """Output and log-sum-exp `[batch, Tq, heads]` of a checked call."""
+    allowed = seen(spec, operands)
+    scores = jnp.where(allowed, _scores(spec, operands), -jnp.inf)
     highest = jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf)
-    weights = jnp.exp(scores - jax.lax.stop_gradient(highest))
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    weights = weights / jnp.where(total == 0, 1, total)
-    return jnp.einsum("bhqk,bkhd->bqhd", weights, values, precision="highest").astype(q.dtype)
+    if operands.sinks is not None:
+        highest = jnp.maximum(highest, operands.sinks[:, None, None])
+    # Where everything is -inf any finite shift will do; inner where's keep gradients finite.
+    highest = jnp.where(jnp.isfinite(highest), highest, 0)
+    weights = jnp.where(scores == -jnp.inf, 0, jnp.exp(jnp.where(scores == -jnp.inf, 0, scores - highest)))
+    total = weights.sum(-1, keepdims=True)
+    has_key = total > 0
+    if operands.sinks is not None:
+        total = total + jnp.exp(operands.sinks[:, None, None] - highest)
+    total = jnp.where(has_key, total, 1)
+    values = _per_query_head(jnp.where(_any_row_sees(allowed, operands), operands.v, 0), operands.group)
+    out = jnp.einsum("bhqk,bkhd->bqhd", weights / total, values, precision="highest")
+    lse = jnp.where(has_key, jnp.log(total) + highest, -jnp.inf)[..., 0]
+    return out.astype(operands.q.dtype), lse.swapaxes(1, 2)
+
+
+def seen(spec: Spec, operands: Operands) -> Array:
+    """Which query sees which key, all masks together; `[batch, heads, Tq, Tk]`, or 1 in place of the first two."""
+    q_length, kv_length = operands.q.shape[1], operands.k.shape[1]
+    rows, columns = jnp.arange(q_length)[:, None], jnp.arange(kv_length)[None, :]
+    offset = 0 if operands.q_offset is None else operands.q_offset[:, None, None, None]
+    allowed = jnp.ones((1, 1, q_length, kv_length), bool)
+    by_position = sees_by_position(spec, rows, columns, offset)
+    if by_position is not None:
+        allowed = allowed & by_position
+    if operands.q_lengths is not None:
+        allowed = allowed & (rows < operands.q_lengths[:, None, None, None])
+    if operands.kv_lengths is not None:
+        allowed = allowed & (columns < operands.kv_lengths[:, None, None, None])
+    if operands.q_segments is not None and operands.kv_segments is not None:
+        allowed = allowed & (operands.q_segments[:, None, :, None] == operands.kv_segments[:, None, None, :])
+    if operands.mask is not None:
+        allowed = allowed & operands.mask
+    return allowed
+
+
+def _scores(spec: Spec, operands: Operands) -> Array:
+    allowed = seen(spec, operands)
+    # Rows and keys that take part in no pair must not reach a product: 0 * NaN is NaN.
+    q = jnp.where(allowed.any((1, 3))[..., None, None], operands.q, 0).astype(jnp.float32)
+    k = _per_query_head(jnp.where(_any_row_sees(allowed, operands), operands.k, 0), operands.group)
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k, precision="highest") * scale_of(spec, operands)
+    if spec.softcap is not None:
+        scores = spec.softcap * jnp.tanh(scores / spec.softcap)
+    if operands.bias is not None:
+        scores = scores + jnp.where(allowed, operands.bias, 0).astype(jnp.float32)
+    return scores
+
+
+def _any_row_sees(allowed: Array, operands: Operands) -> Array:
+    """Which keys any row of any head sees, shaped to select from keys and values."""
+    return allowed.any((1, 2))[..., None, None]
+
+
+def _per_query_head(x: Array, group: int) -> Array:
+    return jnp.repeat(x.astype(jnp.float32), group, axis=2)

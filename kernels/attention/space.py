@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .api import check_arrays
+from .checks import check_arrays
 
 _BLOCK_SIZES = (64, 128, 256, 512, 1024)
 

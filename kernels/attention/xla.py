@@ -17,9 +17,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .call import Array, Operands, Spec, scale_of
+
 _DEFAULT_BLOCK = 256
 
-Array = jax.Array
 _Residuals = tuple[Array, Array, Array, Array, Array, Array, Array]
 
 
@@ -46,34 +47,25 @@ class _Plan:
         return jnp.minimum((rows_end + self.block_k - 1) // self.block_k, self.kv_blocks)
 
 
-@functools.partial(jax.jit, static_argnames=("causal", "block_q", "block_k"))
-def attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    causal: bool,
-    scale: float | Array | None,
-    block_q: int | None,
-    block_k: int | None,
-) -> Array:
-    """The `xla` backend of `flash_attention`; see there for the arguments."""
-    if causal:
+def attend(spec: Spec, operands: Operands) -> tuple[Array, Array | None]:
+    """The `xla` backend of `flash_attention`: plain JAX, for every device and every feature."""
+    q, k, v = operands.q, operands.k, operands.v
+    if spec.causal:
         # Keys past the last query are seen by none: cut off, whatever they hold cannot matter.
         k, v = k[:, : q.shape[1]], v[:, : q.shape[1]]
     q_length, kv_length = q.shape[1], k.shape[1]
     if 0 in (q.size, k.size, v.size):
-        return jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype)
+        return jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype), None
     plan = _Plan(
-        causal=causal,
+        causal=spec.causal,
         q_length=q_length,
         kv_length=kv_length,
-        block_q=min(block_q or _DEFAULT_BLOCK, q_length),
-        block_k=min(block_k or _DEFAULT_BLOCK, kv_length),
-        group=q.shape[2] // k.shape[2],
+        block_q=min(spec.tiles.block_q or _DEFAULT_BLOCK, q_length),
+        block_k=min(spec.tiles.block_k or _DEFAULT_BLOCK, kv_length),
+        group=operands.group,
     )
-    factor = jnp.asarray(q.shape[3] ** -0.5 if scale is None else scale, jnp.float32)
-    return _attend(plan, *_vary_alike(q, k, v, factor))
+    factor = jnp.asarray(scale_of(spec, operands), jnp.float32)
+    return _attend(plan, *_vary_alike(q, k, v, factor)), None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -15,7 +15,7 @@ import pytest
 
 import tune_jax.kernels
 from tune_jax.kernels import flash_attention
-from tune_jax.kernels.attention import api
+from tune_jax.kernels.attention import backends
 
 
 def zeros(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
@@ -68,7 +68,7 @@ def test_defaults(oracle: Any) -> None:
     oracle.check_forward(flash_attention(q, k, v), q, k, v)
 
 
-@pytest.mark.parametrize("implementation", [*api.IMPLEMENTATIONS, None])
+@pytest.mark.parametrize("implementation", [*backends.IMPLEMENTATIONS, None])
 def test_each_implementation_answers_by_name(oracle: Any, implementation: str | None) -> None:
     q, k, v = oracle.inputs(oracle.Shape(33, 33))
     out = flash_attention(q, k, v, causal=True, implementation=implementation, block_q=16, block_k=16)
@@ -79,7 +79,7 @@ def test_a_backend_is_added_by_its_name_in_the_table(monkeypatch: pytest.MonkeyP
     backend = types.ModuleType("echo")
     backend.attention = lambda q, k, v, **call: call  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, f"{api.__package__}.echo", backend)
-    monkeypatch.setattr(api, "IMPLEMENTATIONS", (*api.IMPLEMENTATIONS, "echo"))
+    monkeypatch.setattr(api, "IMPLEMENTATIONS", (*backends.IMPLEMENTATIONS, "echo"))
     got: Any = call(implementation="echo", causal=True, block_q=64)
     assert got == {"causal": True, "scale": None, "block_q": 64, "block_k": None}
 
