@@ -110,8 +110,8 @@ def segment_blocks(of: Array, among: Array, block_of: int, block_among: int) -> 
     other_low, other_high = _block_extremes(among, block_among)
     meets = (low[:, :, None] <= other_high[:, None, :]) & (other_low[:, None, :] <= high[:, :, None])
     blocks = meets.shape[2]
-    first = jnp.argmax(meets, axis=2).astype(jnp.int32)
-    end = blocks - jnp.argmax(meets[:, :, ::-1], axis=2).astype(jnp.int32)
+    first = lax.argmax(meets, 2, jnp.int32)
+    end = blocks - lax.argmax(meets[:, :, ::-1], 2, jnp.int32)
     return first, jnp.where(meets.any(axis=2), end, first)
 
 
