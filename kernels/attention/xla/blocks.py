@@ -16,11 +16,18 @@ from jax import lax
 
 from ..call import Array, Operands, Tiles
 
-# A tile of scores goes through memory several times. On a CPU it should stay in the caches; an accelerator needs
-# large tiles to be busy, which are bounded so that memory stays small against what batch and heads take anyway.
-_LARGEST_BLOCK = {"cpu": 512}
-_LARGEST_BLOCK_ELSEWHERE = 1024
-_LARGEST_TILE = 2**26
+
+@dataclass(frozen=True)
+class _Limit:
+    block: int  # rows or keys
+    tile: int  # scores, over batch and heads
+
+
+# A tile of scores goes through memory several times. On a CPU it should stay in the caches; other devices need large
+# tiles to be busy, and the bound keeps their memory small.
+_LIMITS = {"cpu": _Limit(block=256, tile=2**20)}
+_LIMIT_ELSEWHERE = _Limit(block=1024, tile=2**26)
+_SMALLEST_DEFAULT = 128
 
 
 @dataclass(frozen=True)
@@ -137,9 +144,10 @@ class Blocks:
 
 
 def _default_block(planes: int) -> int:
-    """The largest power of two that keeps a tile of scores small, for so many pairs of batch row and head."""
-    block = _LARGEST_BLOCK.get(jax.default_backend(), _LARGEST_BLOCK_ELSEWHERE)
-    while block > 64 and planes * block * block > _LARGEST_TILE:
+    """The largest power of two within the limits, for so many pairs of batch row and head."""
+    limit = _LIMITS.get(jax.default_backend(), _LIMIT_ELSEWHERE)
+    block = limit.block
+    while block > _SMALLEST_DEFAULT and planes * block * block > limit.tile:
         block //= 2
     return block
 

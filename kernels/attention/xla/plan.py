@@ -8,12 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from ..call import Array, Operands, Spec
-from ..visible import key_bounds, segment_blocks, sees_by_position
+from ..visible import key_bounds, sees_by_position, segment_blocks
 from .blocks import Blocks
 
 Carry = TypeVar("Carry")
@@ -142,7 +141,10 @@ def _has_bounds(spec: Spec, operands: Operands) -> bool:
 def _bounds(spec: Spec, operands: Operands, row_start: Array | int, row_end: Array | int) -> tuple[Array, Array]:
     """`key_bounds` for every batch row and each of the row ranges, `[batch or 1, ranges or 1]`, int32."""
     offset = _column(operands.q_offset, 0)
-    q_length, kv_length = _column(operands.q_lengths, operands.q.shape[1]), _column(operands.kv_lengths, operands.k.shape[1])
+    q_length, kv_length = (
+        _column(operands.q_lengths, operands.q.shape[1]),
+        _column(operands.kv_lengths, operands.k.shape[1]),
+    )
     low, high = key_bounds(spec, row_start, row_end, offset, q_length, kv_length)
     return jnp.asarray(low, jnp.int32), jnp.asarray(high, jnp.int32)
 

@@ -55,7 +55,7 @@ def _forward_rows(plan: Plan, q_index: Array, q: Array) -> tuple[Array, Array]:
         shift = jnp.where(new_max == -jnp.inf, 0, new_max)
         weights = jnp.exp(scores - shift[..., None])
         decay = jnp.exp(row_max - shift)
-        acc = acc * decay[..., None] + _product("bhgqk,bhkd->bhgqd", weights.astype(v.dtype), v)
+        acc = acc * decay[..., None] + _sum_over_keys(weights.astype(v.dtype), v)
         return acc, new_max, row_sum * decay + weights.sum(-1)
 
     zero = _full_like(q[..., 0], 0)
@@ -101,9 +101,9 @@ def _backward_rows(plan: Plan, grads: tuple[Array, Array], rows: _Rows) -> tuple
         tile = _tile(plan, rows, k_index)
         dproducts = _as_operand(tile.dproducts, rows.q.dtype)
         weights = _as_operand(tile.weights, rows.q.dtype)
-        dv = _add_block(dv, k_index, _product("bhgqk,bhgqd->bhkd", weights, rows.dout))
-        dk = _add_block(dk, k_index, _product("bhgqk,bhgqd->bhkd", dproducts, rows.q))
-        return dq + _product("bhgqk,bhkd->bhgqd", dproducts, tile.k), dk, dv
+        dv = _add_block(dv, k_index, _sum_over_rows(weights, rows.dout))
+        dk = _add_block(dk, k_index, _sum_over_rows(dproducts, rows.q))
+        return dq + _sum_over_keys(dproducts, tile.k), dk, dv
 
     dq, dk, dv = plan.walk_keys(rows.index, step, (_full_like(rows.q, 0), *grads))
     return (dk, dv), dq
@@ -143,7 +143,7 @@ def _tile(plan: Plan, rows: _Rows, k_index: Array) -> _Tile:
     k, v = plan.take_keys(k_index, visible)
     scores, slope = _scores(plan, rows.index, k_index, visible, rows.q, k)
     weights = jnp.exp(scores - rows.lse[..., None])
-    dweights = _product("bhgqd,bhkd->bhgqk", rows.dout, v)
+    dweights = _times_keys(rows.dout, v)
     dscores = weights * (dweights - rows.delta[..., None])
     if visible is not None:
         # A weight of zero does not do: a value that other rows see may be NaN.
@@ -155,7 +155,7 @@ def _scores(
     plan: Plan, q_index: Array, k_index: Array, visible: Array | None, q: Array, k: Array
 ) -> tuple[Array, Array | None]:
     """Final scores of a tile, -inf where not visible, and their derivative by scaled products where not 1."""
-    scores = _product("bhgqd,bhkd->bhgqk", q, k) * scale_of(plan.spec, plan.operands)
+    scores = _times_keys(q, k) * scale_of(plan.spec, plan.operands)
     slope = None
     if plan.spec.softcap is not None:
         bounded = jnp.tanh(scores / plan.spec.softcap)
@@ -165,12 +165,35 @@ def _scores(
     return scores if visible is None else jnp.where(visible, scores, -jnp.inf), slope
 
 
+def _times_keys(rows: Array, keys: Array) -> Array:
+    """[.., group, block_q, D] and [.., block_k, D] to [.., group, block_q, block_k]."""
+    return _open(_product("bhqd,bhkd->bhqk", _close(rows), keys), rows)
+
+
+def _sum_over_keys(pairs: Array, keys: Array) -> Array:
+    """[.., group, block_q, block_k] and [.., block_k, D] to [.., group, block_q, D]."""
+    return _open(_product("bhqk,bhkd->bhqd", _close(pairs), keys), pairs)
+
+
+def _sum_over_rows(pairs: Array, rows: Array) -> Array:
+    """[.., group, block_q, block_k] and [.., group, block_q, D] to [.., block_k, D]."""
+    return _product("bhqk,bhqd->bhkd", _close(pairs), _close(rows))
+
+
+def _close(x: Array) -> Array:
+    # XLA copies a factor of a product that sums over two axes; over one that was two it does not.
+    return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], x.shape[4])
+
+
+def _open(x: Array, like: Array) -> Array:
+    return x.reshape(*like.shape[:4], x.shape[3])
+
+
 def _product(equation: str, left: Array, right: Array) -> Array:
-    # Accelerators may round float32 factors to fewer bits unless asked not to.
+    # Accelerators round float32 factors to fewer bits unless asked not to.
     exact = left.dtype == right.dtype == jnp.float32
-    return jnp.einsum(
-        equation, left, right, precision=lax.Precision.HIGHEST if exact else None, preferred_element_type=jnp.float32
-    )
+    precision = lax.Precision.HIGHEST if exact else None
+    return jnp.einsum(equation, left, right, precision=precision, preferred_element_type=jnp.float32)
 
 
 def _as_operand(x: Array, dtype: jnp.dtype) -> Array:
