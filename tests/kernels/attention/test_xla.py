@@ -1,4 +1,4 @@
-"""The `xla` backend against the float64 oracle, forward and backward."""
+"""The `xla` backend: every feature, alone and together, forward and backward."""
 
 from __future__ import annotations
 
@@ -9,231 +9,218 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from tune_jax.kernels import flash_attention
+from tune_jax.kernels import flash_attention, reference_attention
+from tune_jax.kernels.attention.checks import read_call
+from tune_jax.kernels.attention.reference import seen
 
-LENGTHS = (1, 7, 33, 127, 129, 192, 257)
-BLOCKS = ((16, 16), (16, 128), (32, 64), (64, 32), (128, 16), (128, 128), (48, 80))
-HEAD_DIMS = [(d, d) for d in (8, 24, 40, 64, 80, 96, 136, 192, 256)] + [(192, 128), (64, 128)]
+BATCH, Q_LENGTH, KV_LENGTH, HEADS, KV_HEADS, DEPTH, V_DEPTH = 2, 37, 45, 4, 2, 12, 20
+TILES = {"block_q": 16, "block_k": 24}
+DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks", "scale")
+STATICS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True, "window": (14, 3), "softcap": 1.5},
+    "window": {"window": (5, 2)},
+}
 
 
-STATIC = ("causal", "block_q", "block_k")
+def normal(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-def out_and_gradients(q: Any, k: Any, v: Any, dout: Any, **call: Any) -> tuple[Any, tuple[Any, Any, Any]]:
-    out, pull_back = jax.vjp(lambda *qkv: flash_attention(*qkv, implementation="xla", **call), q, k, v)
-    return out, pull_back(dout)
+def integers(seed: int, high: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, high, shape).astype(np.int32)
+
+
+NEUTRAL = {
+    "q": normal(1, BATCH, Q_LENGTH, HEADS, DEPTH),
+    "k": normal(2, BATCH, KV_LENGTH, KV_HEADS, DEPTH),
+    "v": normal(3, BATCH, KV_LENGTH, KV_HEADS, V_DEPTH),
+    "bias": np.zeros((BATCH, HEADS, Q_LENGTH, KV_LENGTH), np.float32),
+    "sinks": np.full(HEADS, -30, np.float32),
+    "scale": np.float32(0.3),
+    "mask": np.ones((BATCH, HEADS, Q_LENGTH, KV_LENGTH), bool),
+    "q_offset": np.zeros(BATCH, np.int32),
+    "q_lengths": np.full(BATCH, Q_LENGTH, np.int32),
+    "kv_lengths": np.full(BATCH, KV_LENGTH, np.int32),
+    "q_segments": np.zeros((BATCH, Q_LENGTH), np.int32),
+    "kv_segments": np.zeros((BATCH, KV_LENGTH), np.int32),
+}
+COTANGENTS = normal(4, BATCH, Q_LENGTH, HEADS, V_DEPTH), normal(5, BATCH, Q_LENGTH, HEADS)
+
+SORTED = {
+    "q_segments": np.sort(integers(6, 4, BATCH, Q_LENGTH)),
+    "kv_segments": np.sort(integers(7, 4, BATCH, KV_LENGTH)),
+}
+LENGTHS = {"q_lengths": np.array([21, 37], np.int32), "kv_lengths": np.array([30, 7], np.int32)}
+MASK = {"mask": integers(8, 5, BATCH, HEADS, Q_LENGTH, KV_LENGTH) > 1}
+DEAD_COLUMNS = {"mask": np.broadcast_to(integers(9, 2, BATCH, 1, 1, KV_LENGTH) > 0, NEUTRAL["mask"].shape)}
+BIAS = {"bias": normal(10, BATCH, HEADS, Q_LENGTH, KV_LENGTH)}
+FEATURES: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "q_offset": {"q_offset": np.array([9, -6], np.int32)},
+    "an offset past all keys": {"q_offset": np.array([200, -200], np.int32)},
+    "q_lengths": {"q_lengths": np.array([16, 0], np.int32)},
+    "kv_lengths": {"kv_lengths": np.array([0, 33], np.int32)},
+    "both lengths": LENGTHS,
+    "sorted segments": SORTED,
+    "segments in any order": {
+        "q_segments": integers(11, 3, BATCH, Q_LENGTH),
+        "kv_segments": integers(12, 4, BATCH, KV_LENGTH),
+    },
+    "segments that never match": {"q_segments": np.ones((BATCH, Q_LENGTH), np.int32)},
+    "mask": MASK,
+    "keys masked for all": DEAD_COLUMNS,
+    "bias": BIAS,
+    "bias of -inf": {"bias": np.where(MASK["mask"], BIAS["bias"], -np.inf).astype(np.float32)},
+    "sinks": {"sinks": normal(13, HEADS)},
+    "negative scale": {"scale": np.float32(-0.7)},
+    "everything": {
+        **LENGTHS,
+        **SORTED,
+        **MASK,
+        **BIAS,
+        "sinks": normal(13, HEADS),
+        "q_offset": np.array([3, 8], np.int32),
+    },
+}
+
+
+def as_call(arrays: dict[str, Any]) -> dict[str, Any]:
+    call = dict(arrays)
+    return call | {"segment_ids": (call.pop("q_segments"), call.pop("kv_segments"))}
+
+
+def run(attention: Any, statics: dict[str, Any], arrays: dict[str, Any], cotangents: Any) -> tuple[Any, Any]:
+    """Output and log-sum-exp, and the gradients by name."""
+
+    def attend(given: dict[str, Any]) -> Any:
+        return attention(**as_call(arrays | given), **statics, return_lse=True)
+
+    primals = {name: arrays[name] for name in DIFFERENTIABLE}
+    results, pull_back = jax.vjp(attend, primals)
+    return results, pull_back(cotangents)[0]
+
+
+@pytest.fixture(scope="module", params=STATICS)
+def statics(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return STATICS[request.param]
 
 
 @pytest.fixture(scope="module")
-def forward(oracle: Any) -> Any:
-    return oracle.jit(flash_attention, static_argnames=STATIC)
+def blocked(statics: dict[str, Any], oracle: Any) -> Any:
+    attention = functools.partial(flash_attention, implementation="xla", **TILES)
+    return oracle.jit(functools.partial(run, attention, statics))
 
 
 @pytest.fixture(scope="module")
-def both_passes(oracle: Any) -> Any:
-    return oracle.jit(out_and_gradients, static_argnames=STATIC)
+def plain(statics: dict[str, Any]) -> Any:
+    return jax.jit(functools.partial(run, reference_attention, statics))
 
 
-@pytest.fixture(scope="module")
-def check_both_passes(oracle: Any, both_passes: Any) -> Any:
-    return functools.partial(_check_both_passes, oracle, both_passes)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_agrees_with_the_definition(feature: str, blocked: Any, plain: Any) -> None:
+    arrays = NEUTRAL | FEATURES[feature]
+    got, want = blocked(arrays, COTANGENTS), plain(arrays, COTANGENTS)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=3e-5, rtol=3e-5), got, want)
 
 
-def _check_both_passes(
-    oracle: Any, both_passes: Any, shape: Any, dtype: str = "float32", seed: int = 0, **call: Any
-) -> None:
-    q, k, v = oracle.inputs(shape, dtype, seed)
-    dout = oracle.cotangent(shape, dtype, seed)
-    out, grads = both_passes(q, k, v, dout, **call)
-    asked = {name: call[name] for name in ("causal", "scale") if name in call}
-    oracle.check_forward(out, q, k, v, **asked)
-    oracle.check_gradients(grads, q, k, v, dout, **asked)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_what_nobody_sees_changes_nothing(feature: str, statics: dict[str, Any], blocked: Any) -> None:
+    arrays = NEUTRAL | FEATURES[feature]
+    rows, keys = who_takes_part(arrays, statics)
+    poison = {
+        "q": np.where(rows[..., None], arrays["q"], np.nan),
+        "k": np.where(keys[..., None], arrays["k"], np.nan),
+        "v": np.where(keys[..., None], arrays["v"], np.inf),
+    }
+    cotangents = np.where(rows[..., None], COTANGENTS[0], np.nan), np.where(rows, COTANGENTS[1], np.inf)
+    got, want = blocked(arrays | poison, cotangents), blocked(arrays, COTANGENTS)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-# Lengths and blocks
+def who_takes_part(arrays: dict[str, Any], statics: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Rows that see a key, `[batch, Tq, heads]`, and keys that a row sees, `[batch, Tk, kv_heads]`."""
+    rest = {"scale": None, "softcap": None, "deterministic": False, "causal": False, "window": None}
+    allowed = np.asarray(seen(*read_call(**rest | as_call(arrays) | statics)))
+    grouped = allowed.reshape(BATCH, KV_HEADS, HEADS // KV_HEADS, Q_LENGTH, KV_LENGTH)
+    return allowed.any(3).swapaxes(1, 2), grouped.any((2, 3)).swapaxes(1, 2)
 
 
-@pytest.mark.parametrize(("causal", "dtype"), [(True, "float32"), (False, "bfloat16")])
-@pytest.mark.parametrize(("length", "blocks"), list(zip(LENGTHS, BLOCKS, strict=True)))
-def test_lengths_that_blocks_do_not_divide(
-    check_both_passes: Any, oracle: Any, length: int, blocks: tuple[int, int], dtype: str, causal: bool
-) -> None:
-    shape = oracle.Shape(length, length, batch=1)
-    check_both_passes(shape, dtype, causal=causal, block_q=blocks[0], block_k=blocks[1])
+def test_repeated_calls_are_equal_bit_for_bit(blocked: Any) -> None:
+    arrays = NEUTRAL | FEATURES["everything"]
+    first = blocked(arrays, COTANGENTS)
+    for _ in range(5):
+        jax.tree.map(np.testing.assert_array_equal, first, blocked(arrays, COTANGENTS))
 
 
-def test_all_block_sizes_agree(oracle: Any, forward: Any) -> None:
-    q, k, v = oracle.inputs(oracle.Shape(129, 129, batch=1))
-    for block_q, block_k in BLOCKS:
-        out = forward(q, k, v, causal=True, block_q=block_q, block_k=block_k)
-        oracle.check_forward(out, q, k, v, causal=True)
+@pytest.mark.parametrize("axes", [(0,), (1, 2), (3,), (0, 1, 2, 3)])
+def test_bias_gradient_is_summed_over_what_is_shared(axes: tuple[int, ...], oracle: Any) -> None:
+    full = NEUTRAL["bias"].shape
+    bias = normal(0, *(1 if axis in axes else size for axis, size in enumerate(full)))
+    q, k, v = (NEUTRAL[name] for name in "qkv")
+
+    def gradient(attention: Any, bias: Any) -> Any:
+        return jax.grad(lambda bias: (attention(q, k, v, bias=bias) * COTANGENTS[0]).sum())(bias)
+
+    attention = functools.partial(flash_attention, implementation="xla", **TILES)
+    got = oracle.jit(functools.partial(gradient, attention))(bias)
+    want = gradient(reference_attention, np.broadcast_to(bias, full)).sum(axes, keepdims=True)
+    np.testing.assert_allclose(got, want, atol=1e-4, rtol=1e-4)
 
 
-def test_repeated_calls_are_equal_bit_for_bit(oracle: Any) -> None:
-    q, k, v = oracle.inputs(oracle.Shape(33, 33))
-    first = np.asarray(flash_attention(q, k, v, block_q=16, block_k=16))
-    for _ in range(20):
-        assert np.array_equal(first, flash_attention(q, k, v, block_q=16, block_k=16))
-
-
-@pytest.mark.parametrize("lengths", [(64, 32), (40, 16), (1, 50), (17, 100)])
-def test_causal_counts_from_the_first_query_and_key(
-    check_both_passes: Any, oracle: Any, lengths: tuple[int, int]
-) -> None:
-    check_both_passes(oracle.Shape(*lengths), causal=True, block_q=16, block_k=16)
-
-
-def test_causal_agrees_with_jax(oracle: Any) -> None:
-    q, k, v = oracle.inputs(oracle.Shape(40, 24))
-    want = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-    np.testing.assert_allclose(flash_attention(q, k, v, causal=True, block_q=16), want, atol=1e-5)
-
-
-@pytest.mark.parametrize("lengths", [(100, 30), (30, 100)])
-def test_lengths_that_differ_without_causal(check_both_passes: Any, oracle: Any, lengths: tuple[int, int]) -> None:
-    check_both_passes(oracle.Shape(*lengths), block_q=32, block_k=16)
-
-
-def test_keys_that_no_query_sees_do_not_matter(both_passes: Any, oracle: Any) -> None:
-    shape = oracle.Shape(20, 40)
-    q, k, v = oracle.inputs(shape)
-    k, v = k.at[:, 20:].set(jnp.nan), v.at[:, 20:].set(jnp.inf)
-    dout = oracle.cotangent(shape)
-    out, grads = both_passes(q, k, v, dout, causal=True, block_q=16, block_k=16)
-    clean = both_passes(q, k[:, :20], v[:, :20], dout, causal=True, block_q=16, block_k=16)
-    assert np.array_equal(out, clean[0])
-    for grad in grads[1:]:
-        assert np.all(np.asarray(grad[:, 20:]) == 0)
-        assert np.isfinite(grad).all()
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_no_keys_give_zeros(both_passes: Any, causal: bool) -> None:
-    q, k = jnp.ones((2, 5, 4, 8)), jnp.ones((2, 0, 2, 8))
-    v = jnp.ones((2, 0, 2, 6))
-    out, grads = both_passes(q, k, v, jnp.ones((2, 5, 4, 6)), causal=causal)
-    assert np.array_equal(out, np.zeros((2, 5, 4, 6)))
-    assert np.array_equal(grads[0], np.zeros(q.shape))
-
-
-def test_no_queries_give_an_empty_output(both_passes: Any) -> None:
-    q, k = jnp.ones((2, 0, 4, 8)), jnp.ones((2, 5, 4, 8))
-    out, grads = both_passes(q, k, k, q)
-    assert out.shape == q.shape
-    assert np.array_equal(grads[1], np.zeros(k.shape))
-
-
-# Heads
-
-
-@pytest.mark.parametrize(("depth", "v_depth"), HEAD_DIMS)
-def test_head_dims(check_both_passes: Any, oracle: Any, depth: int, v_depth: int) -> None:
-    shape = oracle.Shape(40, 40, batch=1, depth=depth, v_depth=v_depth)
-    check_both_passes(shape, causal=True, block_q=16, block_k=32)
+# Dtypes
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dtype"), [(6, 2, "float32"), (4, 1, "bfloat16"), (3, 3, "float16")])
-def test_query_heads_share_key_heads(
-    check_both_passes: Any, oracle: Any, heads: int, kv_heads: int, dtype: str
-) -> None:
+def test_agrees_with_float64_in_every_dtype(oracle: Any, heads: int, kv_heads: int, dtype: str) -> None:
     shape = oracle.Shape(37, 45, heads=heads, kv_heads=kv_heads, v_depth=24)
-    check_both_passes(shape, dtype, causal=True, block_q=16, block_k=16)
+    check_both_passes(oracle, oracle.inputs(shape, dtype), oracle.cotangent(shape, dtype), causal=True)
 
 
-# Values
-
-
-@pytest.mark.parametrize("scale", [0.25, 1, -0.7, 0.0])
-def test_scale(check_both_passes: Any, oracle: Any, scale: float) -> None:
-    check_both_passes(oracle.Shape(33, 20), scale=scale, block_q=16, block_k=16)
-
-
-def test_scale_may_be_traced_and_has_a_gradient(oracle: Any) -> None:
-    q, k, v = oracle.inputs(oracle.Shape(33, 20))
-
-    def total(scale: Any) -> Any:
-        return jnp.sum(flash_attention(q, k, v, scale=scale, block_q=16, block_k=16) * v[:, :1])
-
-    def exact(scale: float) -> float:
-        return float(np.sum(oracle.forward(q, k, v, scale=scale) * np.asarray(v[:, :1], np.float64)))
-
-    slope = (exact(0.3 + 1e-4) - exact(0.3 - 1e-4)) / 2e-4
-    assert float(jax.jit(jax.grad(total))(0.3)) == pytest.approx(slope, rel=1e-4)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("shift", [-1e5, 1e5])
-def test_logits_of_a_hundred_thousand(oracle: Any, shift: float, causal: bool) -> None:
-    q, k, v = oracle.inputs(oracle.Shape(37, 37))
-    q = q.at[..., 0].set(shift / 10)
-    k = k.at[..., 0].set(10)
-    out = flash_attention(q, k, v, scale=1.0, causal=causal, block_q=16, block_k=16)
-    oracle.check_forward(out, q, k, v, scale=1.0, causal=causal, tolerance=2e-2)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_float16_products_beyond_its_range(oracle: Any, causal: bool) -> None:
-    q = jnp.full((1, 37, 2, 64), 300, jnp.float16)
-    v = oracle.inputs(oracle.Shape(37, 37, batch=1, depth=64), "float16")[2]
-    oracle.check_forward(flash_attention(q, q, v, causal=causal, block_k=16), q, q, v, causal=causal)
-
-
-def test_float16_gradients_where_those_of_scores_leave_its_range(both_passes: Any, oracle: Any) -> None:
+def test_float16_gradients_where_those_of_scores_leave_its_range(oracle: Any) -> None:
     shape = oracle.Shape(8, 8, depth=64)
-    q, k, v = (x * factor for x, factor in zip(oracle.inputs(shape, "float16"), (0.1, 0.1, 4), strict=True))
-    dout = oracle.cotangent(shape, "float16") * 1e4
-    _, grads = both_passes(q, k, v, dout)
-    oracle.check_gradients(grads, q, k, v, dout)
+    qkv = [x * factor for x, factor in zip(oracle.inputs(shape, "float16"), (0.1, 0.1, 4), strict=True)]
+    check_both_passes(oracle, qkv, oracle.cotangent(shape, "float16") * 1e4, causal=False)
 
 
-@pytest.mark.parametrize("winner", [0, 20, 36])
-def test_one_key_outweighs_all_others(oracle: Any, winner: int) -> None:
-    q = jnp.ones((1, 5, 1, 1))
-    k = jnp.full((1, 37, 1, 1), -1e4).at[0, winner].set(1e4)
-    v = oracle.inputs(oracle.Shape(37, 37, batch=1, heads=1, kv_heads=1))[2]
-    out = flash_attention(q, k, v, block_q=16, block_k=16)
-    np.testing.assert_allclose(out, jnp.broadcast_to(v[:, winner : winner + 1], out.shape), rtol=1e-6)
+def check_both_passes(oracle: Any, qkv: Any, dout: Any, causal: bool) -> None:
+    attention = functools.partial(flash_attention, causal=causal, implementation="xla", block_q=16, block_k=16)
+
+    def both(*qkv: Any) -> Any:
+        out, pull_back = jax.vjp(attention, *qkv)
+        return out, pull_back(dout)
+
+    out, grads = oracle.jit(both)(*qkv)
+    oracle.check_forward(out, *qkv, causal=causal)
+    oracle.check_gradients(grads, *qkv, dout, causal=causal)
 
 
-@pytest.mark.parametrize("level", [0.0, 1e5])
-def test_equal_keys_give_the_mean(both_passes: Any, oracle: Any, level: float) -> None:
-    shape = oracle.Shape(33, 33, depth=4)
-    q, k, v = oracle.inputs(shape)
-    q, k, dout = jnp.ones_like(q), jnp.full_like(k, level), oracle.cotangent(shape)
-    out, grads = both_passes(q, k, v, dout, causal=True, block_q=16, block_k=16)
-    oracle.check_forward(out, q, k, v, causal=True)
-    want = oracle.gradients(q, k, v, dout, causal=True)[2]
-    np.testing.assert_allclose(grads[2], want, atol=1e-5)
+def test_gradients_have_the_dtypes_of_their_operands(oracle: Any) -> None:
+    q, k, v = oracle.inputs(oracle.Shape(8, 8), "bfloat16")
+    bias, sinks, scale = jnp.zeros((8, 8), jnp.float16), jnp.zeros(2, jnp.bfloat16), jnp.float32(1)
+
+    def total(q: Any, k: Any, v: Any, bias: Any, sinks: Any, scale: Any) -> Any:
+        return flash_attention(q, k, v, bias=bias, sinks=sinks, scale=scale, implementation="xla").sum()
+
+    operands = (q, k, v, bias, sinks, scale)
+    grads = jax.eval_shape(jax.grad(total, argnums=range(6)), *operands)
+    assert [(x.shape, x.dtype) for x in grads] == [(x.shape, x.dtype) for x in operands]
 
 
-# Any call at all
+# Empty calls
 
 
-@st.composite
-def calls(draw: Any) -> dict[str, Any]:
-    lengths, blocks = st.integers(1, 70), st.integers(1, 80)
-    kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    return {
-        "q_length": draw(lengths),
-        "kv_length": draw(lengths),
-        "batch": draw(st.integers(1, 3)),
-        "heads": kv_heads * group,
-        "kv_heads": kv_heads,
-        "depth": draw(st.integers(1, 40)),
-        "v_depth": draw(st.integers(1, 40)),
-        "blocks": (draw(blocks), draw(blocks)),
-        "dtype": draw(st.sampled_from(["float32", "bfloat16", "float16"])),
-        "causal": draw(st.booleans()),
-        "seed": draw(st.integers(0, 2**31)),
-    }
+@pytest.mark.parametrize("causal", [False, True])
+def test_no_keys_give_zeros(causal: bool) -> None:
+    q, k, v = jnp.ones((2, 5, 4, 8)), jnp.ones((2, 0, 2, 8)), jnp.ones((2, 0, 2, 6))
+    out, pull_back = jax.vjp(lambda *qkv: flash_attention(*qkv, causal=causal, implementation="xla"), q, k, v)
+    assert np.array_equal(out, np.zeros((2, 5, 4, 6)))
+    assert np.array_equal(pull_back(out)[0], np.zeros(q.shape))
 
 
-@settings(max_examples=15, deadline=None)
-@given(call=calls())
-def test_any_call_agrees_with_the_oracle(check_both_passes: Any, oracle: Any, call: dict[str, Any]) -> None:
-    (block_q, block_k), dtype = call.pop("blocks"), call.pop("dtype")
-    seed, causal = call.pop("seed"), call.pop("causal")
-    check_both_passes(oracle.Shape(**call), dtype, seed, causal=causal, block_q=block_q, block_k=block_k)
+def test_no_queries_give_an_empty_output() -> None:
+    q, k = jnp.ones((2, 0, 4, 8)), jnp.ones((2, 5, 4, 8))
+    out, pull_back = jax.vjp(lambda *qkv: flash_attention(*qkv, implementation="xla"), q, k, k)
+    assert out.shape == q.shape
+    assert np.array_equal(pull_back(out)[1], np.zeros(k.shape))
