@@ -7,8 +7,9 @@ from typing import Any
 import jax
 
 from .backends import choose
-from .call import Array
+from .call import Array, Operands
 from .checks import read_call, read_flag, read_tiles
+from .choice import Choice
 
 
 def flash_attention(
@@ -152,15 +153,15 @@ def flash_attention(
         tiles=tiles,
     )
     return_lse = read_flag("return_lse", return_lse)
-    backend, spec = choose(implementation, spec, operands, return_lse)
-    out, lse = _attend(backend.load(), spec, return_lse, operands)
+    choice = choose(implementation, spec, operands, return_lse)
+    out, lse = _attend(choice, return_lse, operands)
     return (out, lse) if return_lse else out
 
 
-def _attend_traced(attend: Any, spec: Any, return_lse: bool, operands: Any) -> tuple[Array, Array | None]:
-    out, lse = attend(spec, operands)
+def _attend_traced(choice: Choice, return_lse: bool, operands: Operands) -> tuple[Array, Array | None]:
+    out, lse = choice.attend(operands)
     return out, lse if return_lse else None
 
 
 # Eager calls would otherwise trace a backend each time.
-_attend = jax.jit(_attend_traced, static_argnums=(0, 1, 2))
+_attend = jax.jit(_attend_traced, static_argnums=(0, 1))
