@@ -49,15 +49,19 @@ def works(block: Block, sizes: Sizes, capability: float | None) -> bool:
 
 
 def shared_bytes(block: Block, sizes: Sizes) -> int:
-    """Shared memory of a block: the tile that stays, and one copy a stage of the tiles that pass by."""
+    """Shared memory of a block: the tile that stays, and one copy a stage of the tiles that pass by.
+
+    The backward pass also turns a tile of weights round there.
+    """
     staying, passing = block.block_q, block.block_k
     if block.walk == "_dkv":
         staying, passing = passing, staying
     a_row = (power_of_two(sizes.depth) + power_of_two(sizes.v_depth)) * sizes.itemsize
     # The forward pass keeps queries alone, the others two arrays on either side.
     a_staying_row = a_row if block.walk else power_of_two(sizes.depth) * sizes.itemsize
-    pairs = block.block_q * block.block_k * sizes.pair_bytes
-    return staying * a_staying_row + max(block.num_stages, 1) * (passing * a_row + pairs)
+    pairs = block.block_q * block.block_k
+    turned = pairs * sizes.itemsize if block.walk else 0
+    return staying * a_staying_row + turned + max(block.num_stages, 1) * (passing * a_row + pairs * sizes.pair_bytes)
 
 
 def register_share(block: Block, sizes: Sizes) -> float:

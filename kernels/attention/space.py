@@ -12,15 +12,16 @@ from .backends import Backend, supporting
 from .call import Operands, Spec, Tiles
 from .checks import check_arrays, read_call, read_flag, read_tiles, show
 from .device import Device, find_device
-from .resources import Block, power_of_two, works
+from .resources import Block, Sizes, power_of_two, register_share, works
 from .tables import sizes_of
 
 Grid = dict[str, list[Any]]
 
 _PASSES = {"forward": ("",), "backward": ("_dkv", "_dq"), "dkv": ("_dkv",), "dq": ("_dq",)}
 _TRITON_BLOCKS = (32, 64, 128)
-_WIDE_HEAD, _TRITON_BLOCKS_OF_WIDE_HEADS = 256, (16, 32, 64, 128)
-_TRITON_STAGES = (1, 2, 3, 4)
+_WIDE_HEAD, _TRITON_PASSING_BLOCKS_OF_WIDE_HEADS = 256, (16, 32, 64, 128)
+_TRITON_WARPS, _LEAST_REGISTERS = (2, 4, 8), 0.12
+_TRITON_STAGES, _TRITON_BACKWARD_STAGES = (1, 2, 3, 4), (1, 2, 3)
 _TPU_BLOCKS = (256, 512, 1024)
 _XLA_BLOCKS = {"cpu": (64, 256, 1024)}
 # Elsewhere small blocks are far from the fastest and programs take seconds to compile.
@@ -123,21 +124,31 @@ def _triton_tiles(tune_pass: str, spec: Spec, operands: Operands, device: Device
         return fixed[:1] or list(offered)
 
     is_wide = power_of_two(max(sizes.depth, sizes.v_depth)) >= _WIDE_HEAD
-    offered = _TRITON_BLOCKS_OF_WIDE_HEADS if is_wide else _TRITON_BLOCKS
-    rows = choices("block_q", _powers(offered, operands.q.shape[1]))
-    columns = choices("block_k", _powers(offered, _keys_in_reach(spec, operands)))
-    for block_q, block_k in itertools.product(rows, columns):
-        for num_warps in choices("num_warps", _warps(block_q, block_k)):
-            blocks = [Block(walks[0], block_q, block_k, num_warps, n) for n in choices("num_stages", _TRITON_STAGES)]
-            fitting = [
-                block.num_stages
-                for block in blocks
-                if all(works(_for_walk(block, walk), sizes, device.capability) for walk in walks)
-            ]
-            # Two walks share their number of stages: a grid each, for a grid of both would pair all with all.
-            for stages in [fitting] if len(walks) == 1 else [[number] for number in fitting]:
-                if stages:
-                    yield _join_walks([_for_walk(blocks[0], walk) for walk in walks], stages)
+    passing = "block_q" if walks[0] == "_dkv" else "block_k"
+    offered = {"block_q": _TRITON_BLOCKS, "block_k": _TRITON_BLOCKS}
+    offered[passing] = _TRITON_PASSING_BLOCKS_OF_WIDE_HEADS if is_wide else _TRITON_BLOCKS
+    stages = choices("num_stages", _TRITON_STAGES if tune_pass == "forward" else _TRITON_BACKWARD_STAGES)
+    rows = choices("block_q", _powers(offered["block_q"], operands.q.shape[1]))
+    columns = choices("block_k", _powers(offered["block_k"], _keys_in_reach(spec, operands)))
+    for block_q, block_k, num_warps in itertools.product(rows, columns, choices("num_warps", _TRITON_WARPS)):
+        blocks = [Block(walks[0], block_q, block_k, num_warps, number) for number in stages]
+        is_given = f"num_warps{walks[0]}" in given
+        fitting = [
+            block.num_stages
+            for block in blocks
+            if (is_given or _are_busy(block, sizes))
+            and all(works(_for_walk(block, walk), sizes, device.capability) for walk in walks)
+        ]
+        # Two walks share their number of stages: a grid each, for a grid of both would pair all with all.
+        for together in [fitting] if len(walks) == 1 else [[number] for number in fitting]:
+            if together:
+                yield _join_walks([_for_walk(blocks[0], walk) for walk in walks], together)
+
+
+def _are_busy(block: Block, sizes: Sizes) -> bool:
+    """Whether a block's warps have enough to do, and enough of them do it."""
+    # Tensor cores of Hopper take 64 rows from four warps together.
+    return register_share(block, sizes) >= _LEAST_REGISTERS and (block.num_warps >= 4 or block.block_q < 64)
 
 
 def _for_walk(block: Block, walk: str) -> Block:
@@ -156,12 +167,6 @@ def _join_walks(blocks: list[Block], stages: list[int]) -> Grid:
             f"num_warps{block.walk}": [block.num_warps],
         }
     return grid | {f"num_stages{block.walk}": stages for block in blocks}
-
-
-def _warps(block_q: int, block_k: int) -> tuple[int, ...]:
-    """Numbers of warps that have enough to do and room for it."""
-    pairs = block_q * block_k
-    return (4, 8) if pairs >= 4096 else (2, 4) if pairs >= 1024 else (2,)
 
 
 def _keys_in_reach(spec: Spec, operands: Operands) -> int:

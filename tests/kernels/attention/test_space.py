@@ -203,8 +203,8 @@ def test_backends_without_tiles_of_their_own_for_the_backward_pass_vary_the_othe
     [
         (Block("", 128, 128, num_stages=3), 32 * KIB + 3 * 64 * KIB),
         (Block("", 64, 32, num_stages=1), 16 * KIB + 16 * KIB),
-        (Block("_dkv", 32, 128, num_stages=2), 64 * KIB + 2 * 16 * KIB),
-        (Block("_dq", 128, 32, num_stages=2), 64 * KIB + 2 * 16 * KIB),
+        (Block("_dkv", 32, 128, num_stages=2), 64 * KIB + 8 * KIB + 2 * 16 * KIB),
+        (Block("_dq", 128, 32, num_stages=2), 64 * KIB + 8 * KIB + 2 * 16 * KIB),
     ],
 )
 def test_shared_memory_is_the_tile_that_stays_and_a_copy_a_stage_of_those_that_pass(
