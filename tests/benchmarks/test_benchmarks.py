@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import os
 import pathlib
 import subprocess
 import sys
+import types
 
 import jax
 import pytest
+
+from tune_jax._records import KernelTime
 
 BENCHMARKS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks"
 SCRIPTS = sorted(path.name for path in BENCHMARKS.glob("[a-z]*.py"))
@@ -217,6 +221,108 @@ def test_two_gpus_are_timed_by_their_slowest_and_tune_together(tmp_path):
     assert all(case.get("right", True) for case in cases.values())
     assert cases["two processes"]["same results"]
     assert cases["inputs on the second device"]["allocations on the first"] == 0
+
+
+# Attention
+
+
+@pytest.fixture
+def tiny_shape(load):
+    return load("_attention").Shape(1, 24, 24, 2, 1, 16, True, dtype="float32")
+
+
+@pytest.mark.usefixtures("quick_tuning")
+def test_attention_times_and_checks_a_row(run_main, load, monkeypatch):
+    # Put back what the script sets for its process.
+    monkeypatch.setattr(sys.modules["tune_jax"].CONFIG, "max_measure_s", 1.0)
+    monkeypatch.setattr(load("attention"), "ROUNDS", 1)
+    printed, report = run_main("attention", "--quick", "--rows", "training")
+    (row,) = report["rows"]
+    assert set(row["rates"]) == {"default", "xla", "jax_xla"}
+    assert row["ratios"] == {"best / default": 1.0}  # one program: the default is xla
+    assert max(row["errors"].values()) < 1e-5
+    assert "best / default: worst of 1 rows 1.000 (at least 0.97: met)" in printed
+
+
+def test_attention_work_is_counted_by_the_convention_of_the_targets(load):
+    shapes = load("_attention")
+    attention = load("attention")
+    full = shapes.Shape(2, 8, 8, 4, 2, 16)
+    assert full.forward_flops == 4 * 2 * 4 * 8 * 8 * 16
+    assert shapes.Shape(2, 8, 8, 4, 2, 16, True).forward_flops * 2 == full.forward_flops
+    assert shapes.Shape(1, 4, 4, 1, 1, 1, True, window=2).forward_flops == 4 * (1 + 2 + 2 + 2)
+    assert attention.Row("training", full).rate(1e-12) == 3.5 * full.forward_flops
+    assert attention.Row("decoding", full).rate(1e-9) == pytest.approx(2 * 2 * 8 * 2 * 16 * 2)
+
+
+def test_a_wrong_attention_is_marked(load, tiny_shape):
+    attention = load("attention")
+    row = attention.Row("forward", tiny_shape)
+    programs = {"xla": lambda q, k, v, dout: v.repeat(2, 2), "default": lambda q, k, v, dout: q * float("nan")}
+    errors = attention._check(row, programs, tiny_shape.draw())
+    assert attention._wrong(row, {"errors": errors}) == ["xla", "default"]
+
+
+def test_ours_and_jaxs_kernel_get_the_same_settings(load, tiny_shape, monkeypatch):
+    attention = load("attention")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    heads = dataclasses.replace(tiny_shape, kv_heads=2)
+    for kind, count in (("forward", 36), ("training", 18)):
+        labels = list(attention._programs(attention.Row(kind, heads), {}))
+        ours, theirs = (
+            [x.partition(" ")[2] for x in labels if x.startswith(f"{n} ")] for n in ("triton", "jax_triton")
+        )
+        assert len(ours) == count
+        assert ours == theirs
+    grouped = attention._programs(attention.Row("forward", tiny_shape), {})
+    assert not any(label.startswith("jax_triton") for label in grouped)
+
+
+@pytest.mark.usefixtures("quick_tuning")
+def test_attention_table_is_made_and_completed(run_main, load, monkeypatch, tiny_shape):
+    script = load("tune_attention")
+    keys = [script.Key(walk, tiny_shape) for walk in ("forward", "backward")]
+    monkeypatch.setattr(script, "KEYS", keys)
+    printed, first = run_main("tune_attention", "--only", "^forward")
+    assert "1/1 forward B1 T24 H2/1 D16 causal: xla" in printed
+    printed, table = run_main("tune_attention")
+    assert "1/2 forward B1 T24 H2/1 D16 causal: there already" in printed
+    assert table["entries"][:1] == first["entries"]
+    entries = script.tables.parse_table(table)
+    assert [(entry.walk, entry.situation) for entry in entries] == [(key.walk, key.situation) for key in keys]
+    assert [entry["fastest"] for entry in table["entries"]] == ["xla", "xla"]
+
+
+def test_attention_table_of_another_device_is_not_completed(load, tmp_path):
+    script = load("tune_attention")
+    table = script._load(tmp_path / "table.json", "one")
+    script._write(tmp_path / "table.json", table)
+    assert script._load(tmp_path / "table.json", "one") == table
+    with pytest.raises(SystemExit, match="for one; this is another"):
+        script._load(tmp_path / "table.json", "another")
+    assert [path.name for path in tmp_path.iterdir()] == ["table.json"]
+
+
+def test_keys_of_the_attention_table_are_distinct_and_two_dozen(load):
+    keys = load("tune_attention").KEYS
+    assert len({(key.walk, key.situation) for key in keys}) == len(keys)
+    assert 24 <= len(keys) <= 28
+
+
+def _row(dkv, dq, keys_ns, queries_ns):
+    kernels = [("x_backward_keys_1", keys_ns), ("x_backward_queries_1", queries_ns), ("fusion", 5.0)]
+    found = tuple(KernelTime(name, "", 2, ns) for name, ns in kernels if ns is not None)
+    tiles = {"block_q_dkv": dkv, "block_q_dq": dq}
+    return types.SimpleNamespace(hyperparams={"implementation": "pallas_triton", **tiles}, kernels=found)
+
+
+def test_each_walk_of_the_backward_pass_gets_the_tiles_of_its_fastest_kernel(load):
+    rows = [_row(64, 32, 10.0, 9.0), _row(32, 64, 11.0, 7.0), _row(16, 16, 12.0, 12.0)]
+    assert load("tune_attention")._join_walks(rows) == {"block_q_dkv": 64, "block_q_dq": 64}
+
+
+def test_walks_whose_kernels_are_not_found_are_not_joined(load):
+    assert load("tune_attention")._join_walks([_row(64, 32, 10.0, None)]) == {}
 
 
 # Call overhead
