@@ -81,10 +81,12 @@ def flash_attention(
         return_lse: also return the natural logarithm of each row's sum of exponentials of scores (sinks
             included), to join partial results with `merge_attention`.
         deterministic: ask for a backward pass that repeats bit for bit.
-        implementation: the backend, one of `IMPLEMENTATIONS`; if None, the one that is known or expected to
-            be the fastest of those that can do what is asked on this device.
+        implementation: the backend, "cudnn", "pallas_tpu", "pallas_triton" or "xla"; if None, the one that is
+            known or expected to be the fastest of those that can do what is asked on this device. A call that
+            is differentiated may then get another one than the same call without.
         block_q: queries a block, a positive whole number, also one that does not divide Tq. All
-            hyperparameters change speed and memory, not the result; None leaves a choice to the backend.
+            hyperparameters change speed and memory, not the result; where none of a pass is given, they come
+            from the tuned table of this device or from the backend.
         block_k: keys a block, likewise.
         num_warps: warps a block, of the backends on GPUs.
         num_stages: loads under way at a time, of the backends on GPUs.

@@ -7,6 +7,9 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
 
 from .call import Operands, Spec
 from .choice import Attend, Choice, Route
@@ -126,6 +129,13 @@ def choose(implementation: str | None, spec: Spec, operands: Operands, return_ls
     the tuned table's nearest entry, fastest first, and then out of `BACKENDS`.
     """
     device = find_device(operands.q, operands.k, operands.v)
+    abstract = (None if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands)
+    return _decide(implementation, spec, Operands(*abstract), return_lse, device)
+
+
+# Eager calls ask each time.
+@functools.lru_cache(maxsize=4096)
+def _decide(implementation: str | None, spec: Spec, operands: Any, return_lse: bool, device: Device) -> Choice:
     if implementation is not None:
         backend = _find(implementation)
         _check(backend, spec, operands, return_lse, device)

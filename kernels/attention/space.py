@@ -22,10 +22,10 @@ _TRITON_BLOCKS = (32, 64, 128)
 _WIDE_HEAD, _TRITON_PASSING_BLOCKS_OF_WIDE_HEADS = 256, (16, 32, 64, 128)
 _TRITON_WARPS, _LEAST_REGISTERS = (2, 4, 8), 0.12
 _TRITON_STAGES, _TRITON_BACKWARD_STAGES = (1, 2, 3, 4), (1, 2, 3)
-_TPU_BLOCKS = (256, 512, 1024)
+_TPU_BLOCKS, _TPU_LANES = (256, 512, 1024), 128
 _XLA_BLOCKS = {"cpu": (64, 256, 1024)}
-# Elsewhere small blocks are far from the fastest and programs take seconds to compile.
-_XLA_BLOCKS_ELSEWHERE = (1024, 2048)
+# Elsewhere small blocks are far from the fastest, and each program takes seconds to compile.
+_XLA_BLOCKS_ELSEWHERE = (1024,)
 
 
 def flash_attention_space(q: Any, k: Any, v: Any, *, tune_pass: str = "forward", **call: Any) -> list[Grid]:
@@ -101,17 +101,20 @@ def _grids(backend: Backend, tune_pass: str, spec: Spec, operands: Operands, dev
     if "num_warps" in backend.tiles:
         for tiles in _triton_tiles(tune_pass, spec, operands, device):
             yield name | tiles
+    elif "tpu" in backend.platforms:
+        yield name | _product(_PASSES[tune_pass], _TPU_BLOCKS, spec, operands, step=_TPU_LANES)
     elif backend.tiles:
-        sizes = _TPU_BLOCKS if "tpu" in backend.platforms else _XLA_BLOCKS.get(device.platform, _XLA_BLOCKS_ELSEWHERE)
-        walks = _PASSES[tune_pass] if "block_q_dq" in backend.tiles else ("",)
-        yield name | _square_tiles(walks, sizes, spec, operands)
+        sizes = _XLA_BLOCKS.get(device.platform, _XLA_BLOCKS_ELSEWHERE)
+        yield name | _product(("",), sizes, spec, operands)
     else:
         yield name
 
 
-def _square_tiles(walks: tuple[str, ...], sizes: tuple[int, ...], spec: Spec, operands: Operands) -> Grid:
+def _product(walks: tuple[str, ...], sizes: tuple[int, ...], spec: Spec, operands: Operands, step: int = 1) -> Grid:
+    """All sizes for either side, as long as the lengths rounded up to whole steps."""
     lengths = {"block_q": operands.q.shape[1], "block_k": _keys_in_reach(spec, operands)}
-    return {f"{name}{walk}": _clip(sizes, length) for walk in walks for name, length in lengths.items()}
+    whole = {name: -(-length // step) * step for name, length in lengths.items()}
+    return {f"{name}{walk}": _clip(sizes, length) for walk in walks for name, length in whole.items()}
 
 
 def _triton_tiles(tune_pass: str, spec: Spec, operands: Operands, device: Device) -> Iterator[Grid]:

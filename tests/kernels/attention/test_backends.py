@@ -52,6 +52,14 @@ def why_not(name: str, device: Device, **call: Any) -> str | None:
     return refusal(BY_NAME[name], *make(**call), device)
 
 
+@pytest.fixture(autouse=True)
+def decide_anew() -> Iterator[None]:
+    """Decisions are kept; these tests change what they rest on."""
+    backends._decide.cache_clear()
+    yield
+    backends._decide.cache_clear()
+
+
 @pytest.fixture
 def on_device(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes calls believe that they are for a device, with a table that says `ranked` of each pass."""
@@ -242,6 +250,12 @@ def test_given_hyperparameters_rule_out_those_that_do_not_take_them(on_device: A
     choice: Any = choose(None, dataclasses.replace(spec, tiles=tiles), operands, return_lse)
     assert choice.plain.function == choice.trained.function == "pallas_triton"
     assert choice.plain.spec.tiles.num_warps == 4
+
+
+def test_equal_calls_are_decided_once() -> None:
+    for value in (1.0, 2.0):
+        flash_attention(*[jnp.full((1, 8, 2, 16), value)] * 3)
+    assert backends._decide.cache_info().misses == 1
 
 
 # What is said

@@ -29,13 +29,17 @@ def space(q_length: int, kv_length: int, **statics: Any) -> list[dict[str, Any]]
     return flash_attention_space(struct(q_length), struct(kv_length), struct(kv_length), **statics)
 
 
-def on_h200(
-    q_length: int = 4096, kv_length: int = 4096, depth: int = 128, dtype: Any = jnp.bfloat16, **call: Any
-) -> Any:
-    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+def on_device(kind: str, platform: str, q_length: int, kv_length: int, depth: int, dtype: Any, **call: Any) -> Any:
+    device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=None, platform=platform)
     q, k = struct(q_length, depth=depth, dtype=dtype), struct(kv_length, depth=depth, dtype=dtype)
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
         return flash_attention_space(q, k, k, **call)
+
+
+def on_h200(
+    q_length: int = 4096, kv_length: int = 4096, depth: int = 128, dtype: Any = jnp.bfloat16, **call: Any
+) -> Any:
+    return on_device("NVIDIA H200", "gpu", q_length, kv_length, depth, dtype, **call)
 
 
 def candidates(grids: list[dict[str, Any]], implementation: str | None = None) -> list[dict[str, Any]]:
@@ -193,6 +197,22 @@ def test_both_walks_of_the_backward_pass_are_mirrored() -> None:
 def test_backends_without_tiles_of_their_own_for_the_backward_pass_vary_the_others() -> None:
     assert set(candidates(on_h200(tune_pass="backward"), "xla")[0]) == {"implementation", "block_q", "block_k"}
     assert candidates(on_h200(tune_pass="backward"), "cudnn") == [{"implementation": "cudnn"}]
+
+
+# On a TPU
+
+
+def test_a_tpu_gets_whole_lanes() -> None:
+    grids = on_device("TPU v5 lite", "tpu", 300, 4096, 128, jnp.bfloat16)
+    assert grids == [
+        {"implementation": ["pallas_tpu"], "block_q": [256, 384], "block_k": [256, 512, 1024]},
+        {"implementation": ["xla"], "block_q": [300], "block_k": [1024]},
+    ]
+
+
+def test_the_backward_pass_on_a_tpu_varies_its_own_tiles() -> None:
+    (grid, _) = on_device("TPU v5 lite", "tpu", 256, 256, 128, jnp.bfloat16, tune_pass="dkv")
+    assert grid == {"implementation": ["pallas_tpu"], "block_q_dkv": [256], "block_k_dkv": [256]}
 
 
 # The estimate

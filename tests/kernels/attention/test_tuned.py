@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tune_jax.kernels.attention import tables
+from tune_jax.kernels.attention import backends, tables
 from tune_jax.kernels.attention.backends import BACKENDS
 from tune_jax.kernels.attention.call import Tiles
 from tune_jax.kernels.attention.checks import read_call
+from tune_jax.kernels.attention.device import Device
 from tune_jax.kernels.attention.tables import Entry, Situation, file_name, nearest, parse_table, walk_of
 
 SHIPPED = sorted(tables.FOLDER.glob("*.json"))
@@ -53,6 +54,7 @@ def write_table(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 def _forget() -> None:
     tables.read_table.cache_clear()
     tables._look_up.cache_clear()
+    backends._decide.cache_clear()
 
 
 def call(
@@ -177,6 +179,17 @@ def test_backends_come_fastest_first(write_table: Any) -> None:
     write_table(stored(xla={"relative": 2.0, "tiles": {}}, cudnn={"relative": 1.0, "tiles": {}}))
     assert tables.rank_backends("forward", *call(), "Test GPU") == ("cudnn", "xla")
     assert tables.rank_backends("backward", *call(), "Test GPU") == ()
+
+
+def test_a_choice_has_the_tables_tiles(write_table: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_table(
+        stored(xla={"relative": 1.0, "tiles": {"block_q": 16}}),
+        stored(walk="backward", xla={"relative": 1.0, "tiles": {"block_q": 32}}),
+    )
+    monkeypatch.setattr(backends, "find_device", lambda *arrays: Device("other", "Test GPU"))
+    choice = backends.choose(None, *call(), False)
+    assert choice.plain.spec.tiles.given == {"block_q": 16}
+    assert choice.trained == choice.plain
 
 
 def test_a_table_of_another_format_is_an_error() -> None:
