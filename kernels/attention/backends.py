@@ -129,7 +129,7 @@ def choose(implementation: str | None, spec: Spec, operands: Operands, return_ls
     the tuned table's nearest entry, fastest first, and then out of `BACKENDS`.
     """
     device = find_device(operands.q, operands.k, operands.v)
-    abstract = (None if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands)
+    abstract: Any = (None if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands)
     return _decide(implementation, spec, Operands(*abstract), return_lse, device)
 
 

@@ -128,7 +128,7 @@ def _triton_tiles(tune_pass: str, spec: Spec, operands: Operands, device: Device
 
     is_wide = power_of_two(max(sizes.depth, sizes.v_depth)) >= _WIDE_HEAD
     passing = "block_q" if walks[0] == "_dkv" else "block_k"
-    offered = {"block_q": _TRITON_BLOCKS, "block_k": _TRITON_BLOCKS}
+    offered: dict[str, tuple[int, ...]] = {"block_q": _TRITON_BLOCKS, "block_k": _TRITON_BLOCKS}
     offered[passing] = _TRITON_PASSING_BLOCKS_OF_WIDE_HEADS if is_wide else _TRITON_BLOCKS
     stages = choices("num_stages", _TRITON_STAGES if tune_pass == "forward" else _TRITON_BACKWARD_STAGES)
     rows = choices("block_q", _powers(offered["block_q"], operands.q.shape[1]))
