@@ -65,14 +65,20 @@ def shared_bytes(block: Block, sizes: Sizes) -> int:
 
 
 def register_share(block: Block, sizes: Sizes) -> float:
-    """Float32 accumulators and tiles of scores, as a share of the registers of all threads of a block."""
+    """Float32 accumulators and tiles of scores, as a share of the registers of all threads of a block.
+
+    Products of float32 run outside the tensor cores, which take their operands from registers too.
+    """
     pairs = block.block_q * block.block_k
-    accumulators = {
-        "": block.block_q * power_of_two(sizes.v_depth) + pairs,
-        "_dkv": block.block_k * (power_of_two(sizes.depth) + power_of_two(sizes.v_depth)) + 2 * pairs,
-        "_dq": block.block_q * power_of_two(sizes.depth) + 2 * pairs,
-    }
-    return accumulators[block.walk] / (block.num_warps * _THREADS_A_WARP * _REGISTERS_A_THREAD)
+    depth, v_depth = power_of_two(sizes.depth), power_of_two(sizes.v_depth)
+    values = {
+        "": block.block_q * v_depth + pairs,
+        "_dkv": block.block_k * (depth + v_depth) + 2 * pairs,
+        "_dq": block.block_q * depth + 2 * pairs,
+    }[block.walk]
+    if sizes.itemsize > 2:
+        values += block.block_q * depth + block.block_k * (depth + v_depth)
+    return values / (block.num_warps * _THREADS_A_WARP * _REGISTERS_A_THREAD)
 
 
 def power_of_two(size: int) -> int:

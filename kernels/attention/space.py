@@ -19,7 +19,7 @@ Grid = dict[str, list[Any]]
 
 _PASSES = {"forward": ("",), "backward": ("_dkv", "_dq"), "dkv": ("_dkv",), "dq": ("_dq",)}
 _TRITON_BLOCKS = (32, 64, 128)
-_WIDE_HEAD, _TRITON_PASSING_BLOCKS_OF_WIDE_HEADS = 256, (16, 32, 64, 128)
+_WIDE_HEAD, _SMALL_TRITON_BLOCKS = 256, (16, 32, 64, 128)
 _TRITON_WARPS, _LEAST_REGISTERS = (2, 4, 8), 0.12
 _TRITON_STAGES, _TRITON_BACKWARD_STAGES = (1, 2, 3, 4), (1, 2, 3)
 _TPU_BLOCKS, _TPU_LANES = (256, 512, 1024), 128
@@ -126,10 +126,7 @@ def _triton_tiles(tune_pass: str, spec: Spec, operands: Operands, device: Device
         fixed = [given[name + walk] for walk in walks if name + walk in given]
         return fixed[:1] or list(offered)
 
-    is_wide = power_of_two(max(sizes.depth, sizes.v_depth)) >= _WIDE_HEAD
-    passing = "block_q" if walks[0] == "_dkv" else "block_k"
-    offered: dict[str, tuple[int, ...]] = {"block_q": _TRITON_BLOCKS, "block_k": _TRITON_BLOCKS}
-    offered[passing] = _TRITON_PASSING_BLOCKS_OF_WIDE_HEADS if is_wide else _TRITON_BLOCKS
+    offered = _triton_blocks(walks[0], sizes)
     stages = choices("num_stages", _TRITON_STAGES if tune_pass == "forward" else _TRITON_BACKWARD_STAGES)
     rows = choices("block_q", _powers(offered["block_q"], operands.q.shape[1]))
     columns = choices("block_k", _powers(offered["block_k"], _keys_in_reach(spec, operands)))
@@ -146,6 +143,16 @@ def _triton_tiles(tune_pass: str, spec: Spec, operands: Operands, device: Device
         for together in [fitting] if len(walks) == 1 else [[number] for number in fitting]:
             if together:
                 yield _join_walks([_for_walk(blocks[0], walk) for walk in walks], together)
+
+
+def _triton_blocks(walk: str, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+    """Sizes to try for either side: small ones for what passes by wide heads, and for what fills registers."""
+    is_wide = power_of_two(max(sizes.depth, sizes.v_depth)) >= _WIDE_HEAD
+    passing = "block_q" if walk == "_dkv" else "block_k"
+    return {
+        side: _SMALL_TRITON_BLOCKS if sizes.itemsize > 2 or (is_wide and side == passing) else _TRITON_BLOCKS
+        for side in ("block_q", "block_k")
+    }
 
 
 def _are_busy(block: Block, sizes: Sizes) -> bool:

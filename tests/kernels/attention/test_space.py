@@ -169,11 +169,16 @@ def test_what_does_not_fit_is_left_out() -> None:
     assert {each["num_warps"] for each in wide if each["block_q"] == 128 and each["block_k"] >= 32} == {8}
 
 
-def test_wide_elements_and_pairwise_arrays_leave_less_room() -> None:
+def test_a_bias_leaves_less_room() -> None:
     plain = len(candidates(on_h200(), "pallas_triton"))
     bias = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
-    assert len(candidates(on_h200(dtype=jnp.float32), "pallas_triton")) < plain
     assert len(candidates(on_h200(bias=bias), "pallas_triton")) < plain
+
+
+def test_float32_gets_small_blocks_whose_operands_fit_into_registers() -> None:
+    settings = candidates(on_h200(dtype=jnp.float32), "pallas_triton")
+    assert {16, 32} < {each["block_q"] for each in settings}
+    assert all(each["block_q"] * each["block_k"] < 128 * 128 for each in settings)
 
 
 def test_one_query_gets_the_smallest_block_of_queries() -> None:
@@ -242,6 +247,12 @@ def test_registers_hold_accumulators_and_scores() -> None:
     assert register_share(Block("_dkv", 64, 64), Sizes(128, 128, 2)) > register_share(
         Block("_dq", 64, 64), Sizes(128, 128, 2)
     )
+
+
+def test_float32_operands_are_in_registers_too() -> None:
+    block = Block("", 32, 64)
+    half, full = (register_share(block, Sizes(64, 32, itemsize)) * 128 * 255 for itemsize in (2, 4))
+    assert full - half == pytest.approx(32 * 64 + 64 * (64 + 32))
 
 
 def test_an_older_gpu_has_less_room() -> None:
