@@ -21,7 +21,7 @@ _PASSES = {"forward": ("",), "backward": ("_dkv", "_dq"), "dkv": ("_dkv",), "dq"
 _TRITON_BLOCKS = (32, 64, 128)
 _WIDE_HEAD, _SMALL_TRITON_BLOCKS = 256, (16, 32, 64, 128)
 _TRITON_WARPS, _LEAST_REGISTERS = (2, 4, 8), 0.12
-_TRITON_STAGES, _TRITON_BACKWARD_STAGES = (1, 2, 3, 4), (1, 2, 3)
+_TRITON_STAGES, _FEWER_TRITON_STAGES = (1, 2, 3, 4), (1, 2, 3)
 _TPU_BLOCKS, _TPU_LANES = (256, 512, 1024), 128
 _XLA_BLOCKS = {"cpu": (64, 256, 1024)}
 # Elsewhere small blocks are far from the fastest, and each program takes seconds to compile.
@@ -127,7 +127,8 @@ def _triton_tiles(tune_pass: str, spec: Spec, operands: Operands, device: Device
         return fixed[:1] or list(offered)
 
     offered = _triton_blocks(walks[0], sizes)
-    stages = choices("num_stages", _TRITON_STAGES if tune_pass == "forward" else _TRITON_BACKWARD_STAGES)
+    has_room = tune_pass == "forward" and sizes.itemsize <= 2
+    stages = choices("num_stages", _TRITON_STAGES if has_room else _FEWER_TRITON_STAGES)
     rows = choices("block_q", _powers(offered["block_q"], operands.q.shape[1]))
     columns = choices("block_k", _powers(offered["block_k"], _keys_in_reach(spec, operands)))
     for block_q, block_k, num_warps in itertools.product(rows, columns, choices("num_warps", _TRITON_WARPS)):
