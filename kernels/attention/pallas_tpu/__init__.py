@@ -12,9 +12,9 @@ from __future__ import annotations
 from ..call import Array, Operands, Spec
 from ..differentiable import attend as _attend
 from . import backward, bias, forward
-from .plan import vmem_bytes
+from .vmem import VMEM_LIMIT, vmem_bytes
 
-__all__ = ["attend", "vmem_bytes"]
+__all__ = ["VMEM_LIMIT", "attend", "vmem_bytes"]
 
 
 class _Kernels:

@@ -1,8 +1,10 @@
-"""Block sizes: which ones a call gets, and how much VMEM they take."""
+"""Block sizes: which ones a call gets."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+import jax.numpy as jnp
 
 from ..call import Operands, Spec
 
@@ -92,8 +94,8 @@ def plan_dkv(spec: Spec, operands: Operands) -> Plan:
 
 def _plan(spec: Spec, operands: Operands, walk: str, q_step: int, query_axis: int) -> Plan:
     q_length, kv_length = operands.q.shape[1], operands.k.shape[1]
-    block_q = _block(spec, "block_q", walk, q_length, q_step)
-    block_k = _block(spec, "block_k", walk, kv_length, LANES)
+    block_q = _block(spec, operands, "block_q", walk, q_length, q_step)
+    block_k = _block(spec, operands, "block_k", walk, kv_length, LANES)
     by_row = (operands.q_offset, operands.q_lengths, operands.kv_lengths, operands.q_segments)
     return Plan(
         spec=spec,
@@ -111,11 +113,11 @@ def _plan(spec: Spec, operands: Operands, walk: str, q_step: int, query_axis: in
     )
 
 
-def _block(spec: Spec, name: str, walk: str, length: int, step: int) -> int:
+def _block(spec: Spec, operands: Operands, name: str, walk: str, length: int, step: int) -> int:
     """The block size that is asked for, or the default; no longer than the length, rounded up to `step`."""
     given = spec.tiles.given
     chosen = name + walk if name + walk in given else name
-    size = given.get(chosen, _DEFAULT_BLOCK)
+    size = given.get(chosen) or _default_block(name, operands)
     if size % LANES:
         raise ValueError(
             f"{chosen} is {size}, and implementation 'pallas_tpu' takes multiples of {LANES}; "
@@ -124,6 +126,7 @@ def _block(spec: Spec, name: str, walk: str, length: int, step: int) -> int:
     return min(size, -(-length // step) * step)
 
 
-def vmem_bytes(block_q: int, block_k: int) -> int:
-    """Placeholder."""
-    return 4 * block_q * block_k
+def _default_block(name: str, operands: Operands) -> int:
+    """As many as fit 16 MiB of VMEM in every walk, with bias and mask too, see `vmem_bytes`."""
+    wide = max(operands.q.shape[3], operands.v.shape[3]) > LANES and operands.q.dtype == jnp.float32
+    return _DEFAULT_BLOCK // 2 if wide and name == "block_q" else _DEFAULT_BLOCK

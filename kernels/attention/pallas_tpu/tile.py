@@ -74,7 +74,7 @@ def load_keys(plan: Plan, inputs: Inputs, visible: Array | None) -> tuple[Array,
 
 def _any_query(plan: Plan, visible: Array) -> Array:
     """Which keys any query of the tile sees, as a column."""
-    marks = jnp.where(visible, 1.0, 0.0)
+    marks = visible.astype(jnp.float32)
     if plan.query_axis == 1:
         return marks.max(axis=1, keepdims=True) > 0
     # Mosaic turns whole squares round; one row by itself it does not.

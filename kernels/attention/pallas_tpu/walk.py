@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -16,6 +17,9 @@ from .plan import Plan
 from .ranges import Scalars
 
 Index = Any  # an int32 scalar
+
+# A plain 0 would be a 64-bit index under x64, which TPUs do not have.
+_ZERO = np.int32(0)
 
 
 class Place(NamedTuple):
@@ -60,7 +64,7 @@ def query_spec(plan: Plan, depth: int, locate: Locate) -> pl.BlockSpec:
 
     def index(*indices: Any) -> tuple[Index, ...]:
         place = locate(*indices)
-        return place.batch, place.head, place.q_block, 0
+        return place.batch, place.head, place.q_block, _ZERO
 
     return pl.BlockSpec((None, None, plan.block_q, depth), index)
 
@@ -70,7 +74,7 @@ def key_spec(plan: Plan, depth: int, locate: Locate) -> pl.BlockSpec:
 
     def index(*indices: Any) -> tuple[Index, ...]:
         place = locate(*indices)
-        return place.batch, lax.div(place.head, plan.group), place.k_block, 0
+        return place.batch, lax.div(place.head, jnp.int32(plan.group)), place.k_block, _ZERO
 
     return pl.BlockSpec((None, None, plan.block_k, depth), index)
 
@@ -79,10 +83,12 @@ def pair_spec(plan: Plan, shape: tuple[int, ...], locate: Locate) -> pl.BlockSpe
     """Blocks of what broadcasts to all pairs; of size 1 along the axes where `shape` is."""
     sizes = [1 if size == 1 else block for size, block in zip(shape[2:], plan.tile, strict=True)]
 
-    def index(*indices: Any) -> tuple[Index, ...]:
-        place = locate(*indices)
+    def index(*grid_indices: Any) -> tuple[Index, ...]:
+        place = locate(*grid_indices)
         blocks = (place.q_block, place.k_block) if plan.query_axis == 0 else (place.k_block, place.q_block)
-        return tuple(0 if size == 1 else at for size, at in zip(shape, (place.batch, place.head, *blocks), strict=True))
+        return tuple(
+            _ZERO if size == 1 else at for size, at in zip(shape, (place.batch, place.head, *blocks), strict=True)
+        )
 
     return pl.BlockSpec((None, None, *sizes), index)
 
