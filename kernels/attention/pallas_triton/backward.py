@@ -12,20 +12,20 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import pallas as pl
 
 from ..call import Array, Operands, Saved, Spec, gradient_dtype
 from ..visible import Index
 from .launch import for_device, launch, like
 from .parts import (
-    LOG2_E,
     Place,
     Plan,
     Tile,
+    add_product,
     any_along,
     dot,
     factor_of,
     is_screened,
+    key_block,
     load_rows,
     load_vector,
     place,
@@ -33,7 +33,6 @@ from .parts import (
     scores,
     seen,
     span,
-    split,
     store_rows,
 )
 from .tiles import keys_launch, padded, queries_launch
@@ -61,11 +60,11 @@ class Sum(NamedTuple):
     def add(self, left: Array, right: Array) -> Sum:
         """With the product of float32 `left`, in the dtype of `right`, and `right`."""
         if self.unit is None:
-            return Sum(self.acc + dot(left.astype(right.dtype), right), None)
+            return Sum(add_product(self.acc, left, right), None)
         unit = jnp.maximum(self.unit, jnp.abs(left).max(1))
         inverse = 1 / unit
-        product = dot((left * inverse[:, None]).astype(right.dtype), right)
-        return Sum(self.acc * (self.unit * inverse)[:, None] + product, unit)
+        scaled = self.acc * (self.unit * inverse)[:, None]
+        return Sum(add_product(scaled, left * inverse[:, None], right), unit)
 
     @property
     def value(self) -> Array:
@@ -86,7 +85,7 @@ def score_gradients(
 ) -> tuple[Array, Array, Array | None]:
     """Weights, gradients of the scores, and the slope of the cap; `lse` and `delta` broadcast to the tile."""
     x, slope = scores(plan, refs, here, tile, products)
-    weights = plan.exp2(x * factor_of(plan, refs) - lse * LOG2_E)
+    weights = plan.power(x * factor_of(plan, refs) - lse * plan.unit)
     gradients = weights * (dweights - delta)
     if visible is not None:
         weights, gradients = jnp.where(visible, weights, 0), jnp.where(visible, gradients, 0)
@@ -107,7 +106,7 @@ def key_gradients(spec: Spec, operands: Operands, saved: Saved) -> tuple[Array, 
 def _flash_attention_backward_keys(
     plan: Plan, refs: Operands, ranges: Ranges | None, saved: Saved, dk_ref: Any, dv_ref: Any
 ) -> None:
-    batch, kv_head, index = split(pl.program_id(0), plan.heads // plan.group, plan.k_blocks)
+    batch, kv_head, index = key_block(plan)
     columns = span(index, plan.launch.block_k)
     first_head = place(plan, refs, batch, kv_head * plan.group)
     within = columns < first_head.kv_length
@@ -215,7 +214,5 @@ def _add_keys(
     visible = seen(plan, refs, here, tile) if masked else None
     if is_screened(refs):
         k = jnp.where(any_along(visible, 0)[:, None], k, 0)
-    _, gradients, slope = score_gradients(
-        plan, refs, here, tile, products, dweights, block.lse, block.delta, visible
-    )
+    _, gradients, slope = score_gradients(plan, refs, here, tile, products, dweights, block.lse, block.delta, visible)
     return dq.add(gradients if slope is None else gradients * slope, k)

@@ -91,15 +91,13 @@ def _add_rows(
     def add(k_index: Index, total: Array) -> Array:
         columns = span(k_index, plan.launch.block_k)
         tile = Tile(rows[:, None], columns[None, :])
-        k, v = (
-            load_rows(ref, here.batch, columns, here.kv_head, walk.within(columns)) for ref in (refs.k, refs.v)
-        )
+        k, v = (load_rows(ref, here.batch, columns, here.kv_head, walk.within(columns)) for ref in (refs.k, refs.v))
         products, dweights = dot(q, k, across=(1, 1)), dot(dout, v, across=(1, 1))
         visible = seen(plan, refs, here, tile)
         return total + score_gradients(plan, refs, here, tile, products, dweights, lse, delta, visible)[1]
 
-    first = jnp.maximum(k_blocks[0], walk.spans[0][0])
-    return lax.fori_loop(first, jnp.minimum(k_blocks[1], walk.spans[-1][1]), add, total)
+    first = jnp.maximum(k_blocks[0], walk.first)
+    return lax.fori_loop(first, jnp.minimum(k_blocks[1], walk.end), add, total)
 
 
 def _store(plan: Plan, out_ref: Any, indices: tuple[Array, ...], total: Array) -> None:

@@ -12,10 +12,10 @@ from ..call import Array, Operands, Spec
 from ..visible import Index
 from .launch import for_device, launch, like
 from .parts import (
-    LOG2_E,
     Place,
     Plan,
     Tile,
+    add_product,
     any_along,
     dot,
     factor_of,
@@ -99,10 +99,10 @@ def _step(
     shift = top * factor
     if masked or refs.bias is not None:
         shift = jnp.where(top == -jnp.inf, 0, shift)
-    weights = plan.exp2(x * factor - shift[:, None])
-    decay = plan.exp2(state.top * factor - shift)
+    weights = plan.power(x * factor - shift[:, None])
+    decay = plan.power(state.top * factor - shift)
     return _State(
-        acc=state.acc * decay[:, None] + dot(weights.astype(v.dtype), v),
+        acc=add_product(state.acc * decay[:, None], weights, v),
         top=top,
         total=state.total * decay + weights.sum(1),
     )
@@ -114,11 +114,11 @@ def _finish(plan: Plan, refs: Operands, here: Place, rows: Array, state: _State)
     if refs.q_lengths is not None:
         has_key = has_key & (rows < here.q_length)
     if refs.sinks is not None:
-        sink = refs.sinks[here.head] * LOG2_E
+        sink = refs.sinks[here.head] * plan.unit
         top = jnp.maximum(top, sink)
         shift = jnp.where(top == -jnp.inf, 0, top)
-        factor = plan.exp2(state.top * factor_of(plan, refs) - shift)
-        total = total * factor + plan.exp2(sink - shift)
+        factor = plan.power(state.top * factor_of(plan, refs) - shift)
+        total = total * factor + plan.power(sink - shift)
     total = jnp.where(has_key, total, 1)
     out = jnp.where(has_key[:, None], state.acc * (factor / total)[:, None], 0)
-    return out, jnp.where(has_key, top / LOG2_E + jnp.log(total), -jnp.inf)
+    return out, jnp.where(has_key, top / plan.unit + jnp.log(total), -jnp.inf)

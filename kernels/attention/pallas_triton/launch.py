@@ -29,9 +29,7 @@ def launch(kernel: Callable[..., None], plan: Plan, programs: int, out_shape: An
             grid=(programs,),
             out_shape=out_shape,
             interpret=interpret,
-            compiler_params=plgpu.CompilerParams(
-                num_warps=plan.launch.num_warps, num_stages=plan.launch.num_stages
-            ),
+            compiler_params=plgpu.CompilerParams(num_warps=plan.launch.num_warps, num_stages=plan.launch.num_stages),
         )
 
     return run(make_call, *inputs, platform="gpu")
@@ -51,5 +49,3 @@ def for_device(operands: Operands) -> Operands:
         # Offsets into less than 2**32 bytes have 32 bits, of which the device takes the highest for a sign.
         mask = mask.astype("int16")
     return operands._replace(scale=scale, mask=mask)
-
-

@@ -22,6 +22,8 @@ from ..visible import Index, sees_by_position
 from .tiles import Launch, padded
 
 LOG2_E = math.log2(math.e)
+# Well within the second-level cache of an H100 or H200, 50 MiB.
+_CACHE = 2**25
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Plan:
     kv_length: int
     depth: int
     v_depth: int
+    item_size: int
     interpret: bool = False
 
     @classmethod
@@ -44,7 +47,8 @@ class Plan:
         """The plan of a call."""
         batch, q_length, heads, depth = operands.q.shape
         kv_length, v_depth = operands.k.shape[1], operands.v.shape[3]
-        return cls(spec, launch, batch, heads, operands.group, q_length, kv_length, depth, v_depth)
+        item_size = operands.q.dtype.itemsize
+        return cls(spec, launch, batch, heads, operands.group, q_length, kv_length, depth, v_depth, item_size)
 
     @property
     def q_blocks(self) -> int:
@@ -56,8 +60,21 @@ class Plan:
         """Blocks of keys."""
         return -(-self.kv_length // self.launch.block_k)
 
-    def exp2(self, x: Array) -> Array:
-        """2 to the power of x; denormal results are 0 on the device."""
+    @property
+    def is_float32(self) -> bool:
+        """Whether inputs are float32; else they have 16 bits."""
+        return self.item_size == 4
+
+    @property
+    def unit(self) -> float:
+        """Scores in the kernels are these many times natural ones: `power` then takes what it takes fastest."""
+        # Natural exponentials are exact to the last bit: float32 has its error budget from them.
+        return 1.0 if self.is_float32 else LOG2_E
+
+    def power(self, x: Array) -> Array:
+        """The exponential of scores in these units; denormal results may be 0."""
+        if self.is_float32:
+            return jnp.exp(x)
         if self.interpret:
             return jnp.exp2(x)
         # One instruction, where the library's function takes four to keep denormals.
@@ -96,11 +113,35 @@ def split(program: Array, *sizes: int) -> tuple[Array, ...]:
 
 
 def query_block(plan: Plan) -> tuple[Array, Array, Array]:
-    """Batch row, head and block of queries of this program: neighbours share keys, and long walks come first."""
-    batch, head, index = split(pl.program_id(0), plan.heads, plan.q_blocks)
+    """Batch row, head and block of queries of this program.
+
+    Programs start in order. Where later blocks of queries walk more keys, they start first: those of as many
+    heads as have their keys in the cache together, then the next block of each.
+    """
+    pairs = plan.batch * plan.heads
+    bytes_of_head = plan.kv_length * (plan.depth + plan.v_depth) * plan.item_size // plan.group
+    pair, index = _ordered(plan, pl.program_id(0), pairs, plan.q_blocks, bytes_of_head)
     if plan.spec.right is not None:
         index = np.int32(plan.q_blocks - 1) - index
+    batch, head = split(pair, plan.heads)
     return batch, head, index
+
+
+def key_block(plan: Plan) -> tuple[Array, Array, Array]:
+    """Batch row, key head and block of keys of this program, likewise; first blocks have the longest walks."""
+    kv_heads = plan.heads // plan.group
+    bytes_of_head = plan.q_length * (plan.depth + plan.v_depth) * plan.item_size * plan.group
+    pair, index = _ordered(plan, pl.program_id(0), plan.batch * kv_heads, plan.k_blocks, bytes_of_head)
+    batch, kv_head = split(pair, kv_heads)
+    return batch, kv_head, index
+
+
+def _ordered(plan: Plan, program: Array, pairs: int, blocks: int, bytes_of_head: int) -> tuple[Array, Array]:
+    uneven = plan.spec.right is not None and plan.spec.left is None
+    limit = max(1, _CACHE // bytes_of_head) if uneven else 1
+    together = next(size for size in range(min(limit, pairs), 0, -1) if pairs % size == 0)
+    chunk, index, member = split(program, blocks, together)
+    return chunk * np.int32(together) + member, index
 
 
 def place(plan: Plan, refs: Operands, batch: Index, head: Index) -> Place:
@@ -158,6 +199,15 @@ def dot(left: Array, right: Array, across: tuple[int, int] = (1, 0)) -> Array:
     return lax.dot_general(left, right, dimensions, precision=precision, preferred_element_type=jnp.float32)
 
 
+def add_product(total: Array, left: Array, right: Array) -> Array:
+    """`total` with the product of `left`, in the dtype of `right`, and `right`."""
+    if right.dtype != jnp.float32:
+        return total + dot(left.astype(right.dtype), right)
+    # Triton would let a product start from the sum that it is added to. Over thousands of float32 terms one
+    # after another that loses three bits; a sum of sums over blocks, which this makes of it, does not.
+    return total - dot(-left, right)
+
+
 def load_pairs(ref: Any, here: Place, tile: Tile, other: float | bool) -> Array:
     """A tile of an array that broadcasts to `[batch, heads, Tq, Tk]`; `other` outside of it."""
     # An axis that is broadcast is loaded once.
@@ -198,19 +248,21 @@ def any_along(allowed: Array, axis: int) -> Array:
     return jnp.max(allowed.astype(jnp.int32), axis=axis) > 0
 
 
+def _is_plain(spec: Spec, refs: Operands) -> bool:
+    return spec.softcap is None and refs.bias is None and spec.scale is not None and spec.scale > 0
+
+
 def factor_of(plan: Plan, refs: Operands) -> float:
-    """What the numbers that `scores` returns still lack: with it, they are exponents of 2."""
-    spec = plan.spec
-    is_plain = spec.softcap is None and refs.bias is None
-    if is_plain and spec.scale is not None and spec.scale > 0:
+    """What the numbers that `scores` returns still lack to be in the units of `Plan.power`."""
+    if _is_plain(plan.spec, refs) and plan.spec.scale is not None:
         # It goes into the exponent's multiply-add, and the maximum can be taken before.
-        return spec.scale * LOG2_E
+        return plan.spec.scale * plan.unit
     return 1.0
 
 
 def scores(plan: Plan, refs: Operands, here: Place, tile: Tile, products: Array) -> tuple[Array, Array | None]:
     """From products of queries and keys to scores, up to `factor_of`; the slope of the cap, None if it is 1."""
-    if factor_of(plan, refs) != 1.0:
+    if _is_plain(plan.spec, refs):
         return products, None
     spec, slope = plan.spec, None
     x = products * (refs.scale[0] if spec.scale is None else spec.scale)
@@ -219,4 +271,4 @@ def scores(plan: Plan, refs: Operands, here: Place, tile: Tile, products: Array)
         x, slope = bounded * spec.softcap, 1 - bounded * bounded
     if refs.bias is not None:
         x = x + load_pairs(refs.bias, here, tile, 0).astype(jnp.float32)
-    return x * LOG2_E, slope
+    return x * plan.unit, slope

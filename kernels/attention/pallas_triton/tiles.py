@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..call import Operands, Tiles
 
@@ -20,10 +20,10 @@ class Launch:
     num_stages: int
 
 
-# By the size of padded heads: the largest for which a line holds.
-_FORWARD = {64: Launch(128, 64, 4, 3), 128: Launch(128, 128, 8, 3), 256: Launch(128, 64, 8, 2)}
-_KEYS = {64: Launch(64, 128, 8, 2), 128: Launch(64, 128, 8, 2), 256: Launch(32, 64, 8, 1)}
-_QUERIES = {64: Launch(128, 64, 8, 2), 128: Launch(128, 64, 8, 2), 256: Launch(64, 32, 8, 1)}
+# The best or near it on an H200 in bfloat16, by the size of padded heads: the largest for which a line holds.
+_FORWARD = {64: Launch(128, 64, 8, 3), 128: Launch(128, 64, 4, 2), 256: Launch(128, 64, 8, 2)}
+_KEYS = {64: Launch(64, 64, 4, 3), 128: Launch(64, 64, 4, 2), 256: Launch(64, 32, 4, 2)}
+_QUERIES = {64: Launch(128, 64, 4, 3), 128: Launch(128, 32, 8, 3), 256: Launch(64, 64, 4, 2)}
 # float32 products at full precision run outside the tensor cores and live in registers.
 _FLOAT32 = {64: Launch(64, 32, 4, 2), 128: Launch(32, 32, 4, 2), 256: Launch(16, 32, 4, 1)}
 
@@ -52,7 +52,11 @@ def _defaults(table: dict[int, Launch], operands: Operands) -> Launch:
     depth = max(padded(operands.q.shape[3]), padded(operands.v.shape[3]))
     if operands.q.dtype == "float32":
         table = _FLOAT32
-    return table[max(64, depth)]
+    launch = table[max(64, depth)]
+    if operands.bias is not None or operands.mask is not None:
+        # Tiles of these take shared memory and registers as well.
+        launch = replace(launch, num_warps=8 if launch.block_q >= 128 else launch.num_warps, num_stages=2)
+    return launch
 
 
 def _settle(tiles: Tiles, walk: str, default: Launch, operands: Operands) -> Launch:

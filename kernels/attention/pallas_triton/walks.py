@@ -13,8 +13,10 @@ from .parts import Place, Plan, is_screened
 
 
 class Walk(NamedTuple):
-    """Spans of blocks, `(first, end, masked)`, and the indices outside which nothing counts."""
+    """The blocks `[first, end)` in spans, `(first, end, masked)`, and the indices outside which nothing counts."""
 
+    first: Index
+    end: Index
     spans: list[tuple[Index, Index, bool]]
     low: Index
     high: Index
@@ -105,7 +107,7 @@ def _walk(
     if limits is not None:
         first, end = jnp.maximum(first, limits[0]), jnp.minimum(end, limits[1])
     if screened:
-        return Walk([(first, end, True)], low, high)
+        return Walk(first, end, [(first, end, True)], low, high)
     full_first, full_end = first, end
     spans = []
     if has_head:
@@ -113,10 +115,10 @@ def _walk(
         spans.append((first, full_first, True))
     if has_tail:
         full_end = jnp.clip(_floor(full_bounds[1], block), full_first, end)
-    spans.append((full_first, full_end, False))
-    if has_tail:
         spans.append((full_end, end, True))
-    return Walk(spans, low, high)
+    # Last, so that the longest loop's loads are under way without a break.
+    spans.append((full_first, full_end, False))
+    return Walk(first, end, spans, low, high)
 
 
 def _floor(index: Index, block: int) -> Index:
