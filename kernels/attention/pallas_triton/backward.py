@@ -197,7 +197,8 @@ def _flash_attention_backward_queries(
     )
     walk = walk_keys(plan, refs, ranges, here, index)
     dq = Sum.zero(plan.launch.block_q, plan.depth, block.q.dtype)
-    for first, end, masked in walk.spans:
+    # The long span first: here that was faster by up to a third, and in the other kernels slower.
+    for first, end, masked in reversed(walk.spans):
         dq = lax.fori_loop(first, end, functools.partial(_add_keys, plan, refs, here, block, walk, masked), dq)
     store_rows(dq_ref, batch, rows, head, dq.value * (1.0 if plan.spec.scale is None else plan.spec.scale))
 

@@ -6,6 +6,7 @@ broadcast against each other, so that a tile lies as its kernel likes: queries b
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -59,6 +60,14 @@ class Plan:
     def k_blocks(self) -> int:
         """Blocks of keys."""
         return -(-self.kv_length // self.launch.block_k)
+
+    def has_ragged_rows(self, operands: Operands) -> bool:
+        """Whether the last block of queries may be longer than what is left."""
+        return operands.q_lengths is not None or self.q_length % self.launch.block_q != 0
+
+    def has_ragged_keys(self, operands: Operands) -> bool:
+        """Whether the last block of keys may be longer than what is left."""
+        return operands.kv_lengths is not None or self.kv_length % self.launch.block_k != 0
 
     @property
     def is_float32(self) -> bool:
@@ -225,22 +234,23 @@ def is_screened(refs: Operands) -> bool:
 
 
 def seen(plan: Plan, refs: Operands, here: Place, tile: Tile) -> Array:
-    """Which pairs of a tile count. Rows past the end may count, but where `is_screened`."""
-    allowed = tile.columns < here.kv_length
-    by_position = sees_by_position(plan.spec, tile.rows, tile.columns, here.offset)
-    if by_position is not None:
-        allowed = allowed & by_position
-    if is_screened(refs):
-        allowed = allowed & (tile.rows < here.q_length)
+    """Which pairs of a tile count."""
+    conditions = [sees_by_position(plan.spec, tile.rows, tile.columns, here.offset)]
+    if plan.has_ragged_rows(refs):
+        conditions.append(tile.rows < here.q_length)
+    if plan.has_ragged_keys(refs):
+        conditions.append(tile.columns < here.kv_length)
     if refs.q_segments is not None:
         q_ids, kv_ids = (
             plgpu.load(ref.at[here.batch, indices], mask=indices < ref.shape[1], other=0)
             for ref, indices in zip((refs.q_segments, refs.kv_segments), tile, strict=True)
         )
-        allowed = allowed & (q_ids == kv_ids)
+        conditions.append(q_ids == kv_ids)
     if refs.mask is not None:
-        allowed = allowed & load_pairs(refs.mask, here, tile, False)
-    return allowed
+        conditions.append(load_pairs(refs.mask, here, tile, False))
+    shape = np.broadcast_shapes(tile.rows.shape, tile.columns.shape)
+    allowed = functools.reduce(lambda a, b: a & b, [each for each in conditions if each is not None], True)
+    return jnp.broadcast_to(allowed, shape)
 
 
 def any_along(allowed: Array, axis: int) -> Array:

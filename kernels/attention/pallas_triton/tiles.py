@@ -21,11 +21,11 @@ class Launch:
 
 
 # The best or near it on an H200 in bfloat16, by the size of padded heads: the largest for which a line holds.
-_FORWARD = {64: Launch(128, 64, 8, 3), 128: Launch(128, 64, 4, 2), 256: Launch(128, 64, 8, 2)}
-_KEYS = {64: Launch(64, 64, 4, 3), 128: Launch(64, 64, 4, 2), 256: Launch(64, 32, 4, 2)}
-_QUERIES = {64: Launch(128, 64, 4, 3), 128: Launch(128, 32, 8, 3), 256: Launch(64, 64, 4, 2)}
-# float32 products at full precision run outside the tensor cores and live in registers.
-_FLOAT32 = {64: Launch(64, 32, 4, 2), 128: Launch(32, 32, 4, 2), 256: Launch(16, 32, 4, 1)}
+_FORWARD = {64: Launch(64, 64, 4, 3), 128: Launch(128, 64, 4, 2), 256: Launch(128, 64, 8, 2)}
+_KEYS = {64: Launch(32, 128, 4, 3), 128: Launch(64, 64, 4, 2), 256: Launch(64, 32, 4, 2)}
+_QUERIES = {64: Launch(128, 64, 4, 3), 128: Launch(128, 32, 8, 3), 256: Launch(128, 64, 8, 1)}
+# float32 products at full precision run outside the tensor cores, their operands in registers.
+_FLOAT32 = {64: Launch(32, 32, 4, 2), 128: Launch(32, 32, 4, 2), 256: Launch(16, 32, 4, 1)}
 
 
 def forward_launch(tiles: Tiles, operands: Operands) -> Launch:
@@ -55,7 +55,8 @@ def _defaults(table: dict[int, Launch], operands: Operands) -> Launch:
     launch = table[max(64, depth)]
     if operands.bias is not None or operands.mask is not None:
         # Tiles of these take shared memory and registers as well.
-        launch = replace(launch, num_warps=8 if launch.block_q >= 128 else launch.num_warps, num_stages=2)
+        stages = min(launch.num_stages, 2 if depth <= 128 else 1)
+        launch = replace(launch, num_warps=8 if launch.block_q >= 128 else launch.num_warps, num_stages=stages)
     return launch
 
 

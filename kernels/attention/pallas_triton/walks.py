@@ -56,13 +56,12 @@ def walk_keys(plan: Plan, refs: Operands, ranges: Ranges | None, here: Place, in
     end = jnp.minimum(start + np.int32(plan.launch.block_q), here.q_length)
     where = (plan.spec, start, end, here.offset, here.q_length, here.kv_length)
     low, high = key_bounds(*where)
-    ragged_end = refs.kv_lengths is not None or plan.kv_length % plan.launch.block_k != 0
     return _walk(
         (low, high),
         full_key_bounds(*where),
         plan.launch.block_k,
         has_head=plan.spec.left is not None,
-        has_tail=plan.spec.right is not None or ragged_end,
+        has_tail=plan.spec.right is not None or plan.has_ragged_keys(refs),
         screened=is_screened(refs),
         limits=_limits(ranges, here, index),
     )
@@ -74,13 +73,12 @@ def walk_queries(plan: Plan, refs: Operands, ranges: Ranges | None, here: Place,
     # Keys past the end may be seen: nobody keeps their gradients.
     end = jnp.minimum(start + np.int32(plan.launch.block_k), here.kv_length)
     where = (plan.spec, start, end, here.offset, here.q_length, here.kv_length)
-    ragged_end = refs.q_lengths is not None or plan.q_length % plan.launch.block_q != 0
     return _walk(
         query_bounds(*where),
         full_query_bounds(*where),
         plan.launch.block_q,
         has_head=plan.spec.right is not None,
-        has_tail=plan.spec.left is not None or ragged_end,
+        has_tail=plan.spec.left is not None or plan.has_ragged_rows(refs),
         screened=is_screened(refs),
         limits=_limits(ranges, here, index),
     )
