@@ -132,7 +132,6 @@ def rerun(function: Any, *args: Any, **kwargs: Any) -> Any:
         jnp.bfloat16, jax.random.key(0).dtype, jax.sharding.PartitionSpec("x", None, ("a", "b")), dict, Color, len,
         operator.add, jnp.sin, jax.nn.relu, np, jax.numpy, re.compile("a+"),
     ],
-    ids=repr,
 )  # fmt: skip
 def test_a_value_comes_back_equal(value):
     again = replayed(value)

@@ -55,12 +55,12 @@ class Kind(enum.Enum):
 VARIABLE = contextvars.ContextVar("VARIABLE", default=1)
 
 
-@pytest.mark.parametrize("value", [Plain(), Slotted(), Frozen(), Kind.ONE], ids=repr)
+@pytest.mark.parametrize("value", [Plain(), Slotted(), Frozen(), Kind.ONE])
 def test_objects_of_python_classes_show_their_state(value):
     assert shows_its_state(value)
 
 
-@pytest.mark.parametrize("value", [collections.deque(), VARIABLE, iter([]), Pickled(), object], ids=repr)
+@pytest.mark.parametrize("value", [collections.deque(), VARIABLE, iter([]), Pickled(), object])
 def test_what_is_not_copied_by_its_attributes_hides_state(value):
     assert not shows_its_state(value)
 

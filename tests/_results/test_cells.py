@@ -54,7 +54,6 @@ def kernel(x):
         ((jnp.bfloat16, kernel), "(bfloat16, kernel)"),
         (functools.partial(kernel, 2, y="a"), "partial(kernel, 2, y=a)"),
     ],
-    ids=repr,
 )
 def test_shows_a_value(value, text):
     assert show_value(value) == text

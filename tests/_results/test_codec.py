@@ -118,7 +118,6 @@ def helper(x):
         (np.datetime64("2020-01-01"), "np.datetime64('2020-01-01')"),
         (range(3), "range(0, 3)"),
     ],
-    ids=repr,
 )
 def test_anything_else_comes_back_as_its_repr(value, text):
     assert pass_through_json(value) == Opaque(text)
