@@ -48,7 +48,7 @@ Outcomes = dict[str, list[Any]]
 
 def _run_job(folder: pathlib.Path, port: int, processes: int, devices: int, scenarios: list[str]) -> Outcomes:
     """What each process printed, by scenario."""
-    flags = f"--xla_force_host_platform_device_count={devices}"
+    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     running = []
     for process in range(processes):
