@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import gc
 import logging
 import os
 import socket
@@ -17,20 +18,53 @@ import hypothesis
 import pytest
 
 HOST_DEVICES = 8
+WORKERS = 2
+HAS_GPU = os.path.exists("/dev/nvidia0")
 
 
-def _ask_for_host_devices() -> None:
-    """Split the CPU into several devices, for the tests on meshes; a count that the caller set stays."""
+def _set_xla_flags() -> None:
+    """Split the CPU into several devices, for the tests on meshes, and compile fast; what the caller set stays."""
     flags = os.environ.get("XLA_FLAGS", "")
     if "xla_force_host_platform_device_count" not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={HOST_DEVICES}".strip()
+        flags += f" --xla_force_host_platform_device_count={HOST_DEVICES}"
+    # Thousands of small programs are compiled and run a few times each. On a GPU the code that users run is tested.
+    if "xla_backend_optimization_level" not in flags and not HAS_GPU:
+        flags += " --xla_backend_optimization_level=0"
+    os.environ["XLA_FLAGS"] = flags.strip()
 
 
-_ask_for_host_devices()
+_set_xla_flags()
 
 # The first example of a test often compiles, so a deadline for one example says nothing.
 hypothesis.settings.register_profile("house", deadline=None, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("house")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Where folders are to be tested, and `-n` says nothing, share the tests between processes, neighbours together.
+
+    Not in `addopts`: pytest-xdist may be absent or left out.
+    """
+    option = config.option
+    is_free = getattr(option, "numprocesses", 0) is None and option.capture != "no"
+    # A worker reads this file too, and shares nothing further.
+    if is_free and not hasattr(config, "workerinput") and any(os.path.isdir(path) for path in config.args):
+        option.numprocesses = "auto"
+    if getattr(option, "numprocesses", 0) and option.dist == "no":
+        option.dist = "worksteal"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Leave a GPU to one process: another would disturb its timings."""
+    return 0 if HAS_GPU else WORKERS
+
+
+def pytest_collection_finish() -> None:
+    """Spare what was imported from each later collection: looking for leaked tracers makes thousands of them."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
