@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 
 from .call import Array, Operands, Spec, scale_of
 from .checks import read_call
@@ -44,22 +45,30 @@ def reference_attention(q: Array, k: Array, v: Array, **call: Any) -> Array | tu
 def attention(spec: Spec, operands: Operands) -> tuple[Array, Array]:
     """Output and log-sum-exp `[batch, Tq, heads]` of a checked call."""
     allowed = seen(spec, operands)
-    scores = jnp.where(allowed, _scores(spec, operands), -jnp.inf)
+    scores = jnp.where(allowed, _scores(spec, operands, allowed), -jnp.inf)
+    is_pair = scores != -jnp.inf
+    has_key = is_pair.any(-1, keepdims=True)
+    shift = _shift(scores, operands)
+    # Inner where's keep gradients finite.
+    weights = jnp.where(is_pair, jnp.exp(jnp.where(is_pair, scores - shift, 0)), 0)
+    total = weights.sum(-1, keepdims=True)
+    if operands.sinks is not None:
+        total = total + jnp.exp(operands.sinks[:, None, None] - shift)
+    total = jnp.where(has_key, total, 1)
+    values = _per_query_head(_of_seen_keys(operands.v, allowed), operands.group)
+    out = jnp.einsum("bhqk,bkhd->bqhd", weights / total, values, precision="highest")
+    # A row without a key is zero as it is: this keeps what its cotangent holds out of the gradients.
+    out = jnp.where(has_key.swapaxes(1, 2), out, 0)
+    lse = jnp.where(has_key, jnp.log(total) + shift, -jnp.inf)[..., 0]
+    return out.astype(operands.q.dtype), lse.swapaxes(1, 2)
+
+
+def _shift(scores: Array, operands: Operands) -> Array:
+    """What keeps a row's exponentials in range: any value will do, so it takes no part in derivatives."""
     highest = jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf)
     if operands.sinks is not None:
         highest = jnp.maximum(highest, operands.sinks[:, None, None])
-    # Where everything is -inf any finite shift will do; inner where's keep gradients finite.
-    highest = jnp.where(jnp.isfinite(highest), highest, 0)
-    weights = jnp.where(scores == -jnp.inf, 0, jnp.exp(jnp.where(scores == -jnp.inf, 0, scores - highest)))
-    total = weights.sum(-1, keepdims=True)
-    has_key = total > 0
-    if operands.sinks is not None:
-        total = total + jnp.exp(operands.sinks[:, None, None] - highest)
-    total = jnp.where(has_key, total, 1)
-    values = _per_query_head(jnp.where(_any_row_sees(allowed, operands), operands.v, 0), operands.group)
-    out = jnp.einsum("bhqk,bkhd->bqhd", weights / total, values, precision="highest")
-    lse = jnp.where(has_key, jnp.log(total) + highest, -jnp.inf)[..., 0]
-    return out.astype(operands.q.dtype), lse.swapaxes(1, 2)
+    return lax.stop_gradient(jnp.where(highest == -jnp.inf, 0, highest))
 
 
 def seen(spec: Spec, operands: Operands) -> Array:
@@ -82,11 +91,10 @@ def seen(spec: Spec, operands: Operands) -> Array:
     return allowed
 
 
-def _scores(spec: Spec, operands: Operands) -> Array:
-    allowed = seen(spec, operands)
+def _scores(spec: Spec, operands: Operands, allowed: Array) -> Array:
     # Rows and keys that take part in no pair must not reach a product: 0 * NaN is NaN.
-    q = jnp.where(allowed.any((1, 3))[..., None, None], operands.q, 0).astype(jnp.float32)
-    k = _per_query_head(jnp.where(_any_row_sees(allowed, operands), operands.k, 0), operands.group)
+    q = jnp.where(allowed.any(3).swapaxes(1, 2)[..., None], operands.q, 0).astype(jnp.float32)
+    k = _per_query_head(_of_seen_keys(operands.k, allowed), operands.group)
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k, precision="highest") * scale_of(spec, operands)
     if spec.softcap is not None:
         scores = spec.softcap * jnp.tanh(scores / spec.softcap)
@@ -95,9 +103,9 @@ def _scores(spec: Spec, operands: Operands) -> Array:
     return scores
 
 
-def _any_row_sees(allowed: Array, operands: Operands) -> Array:
-    """Which keys any row of any head sees, shaped to select from keys and values."""
-    return allowed.any((1, 2))[..., None, None]
+def _of_seen_keys(x: Array, allowed: Array) -> Array:
+    """Keys or values, zero where no row of any head sees them."""
+    return jnp.where(allowed.any((1, 2))[..., None, None], x, 0)
 
 
 def _per_query_head(x: Array, group: int) -> Array:
