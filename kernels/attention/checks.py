@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -10,11 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from .call import Array, Operands, Spec, Tiles
+from .values import as_array, clip, is_whole_number, kind_of, read_integers, show
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _LARGEST_HEAD_DIM = 256
 # Positions, windows and their sums must fit int32 with room to spare; past this there is no difference.
 _FAR = 2**29
+_LARGEST_FLOAT, _SMALLEST_FLOAT = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
 
 
 def read_call(
@@ -37,7 +38,7 @@ def read_call(
     tiles: Tiles | None = None,
 ) -> tuple[Spec, Operands]:
     """The checked form of a call; arguments as in `flash_attention`. Raises for what no backend can mean."""
-    q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
+    q, k, v = (as_array(name, x, "an array") for name, x in (("q", q), ("k", k), ("v", v)))
     check_arrays(q, k, v)
     scale, scale_array = _read_scale(scale, q.shape[3])
     batch, q_length, kv_length = q.shape[0], q.shape[1], k.shape[1]
@@ -129,15 +130,11 @@ def _is_real_number(value: Any) -> bool:
     return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, (bool, np.bool_))
 
 
-def _is_whole_number(value: Any) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, (bool, np.bool_))
-
-
 def _read_scale(scale: Any, head_dim: int) -> tuple[float | None, Array | None]:
     """The number or the array, one of them None."""
     if scale is None:
         return head_dim**-0.5, None
-    if _is_real_number(scale) and math.isfinite(scale):
+    if _is_real_number(scale) and abs(scale) <= _LARGEST_FLOAT:
         return float(scale), None
     is_array = isinstance(scale, (np.ndarray, jax.Array)) and np.ndim(scale) == 0
     if not is_array or jnp.iscomplexobj(scale) or scale.dtype == bool:
@@ -148,7 +145,7 @@ def _read_scale(scale: Any, head_dim: int) -> tuple[float | None, Array | None]:
 def _read_softcap(softcap: Any) -> float | None:
     if softcap is None:
         return None
-    if not _is_real_number(softcap) or not 0 < softcap < math.inf:
+    if not _is_real_number(softcap) or not _SMALLEST_FLOAT <= softcap <= _LARGEST_FLOAT:
         raise ValueError(
             f"softcap must be a positive number or None, got {show(softcap)}; None leaves it out, and under jit "
             f"it must be static."
@@ -160,7 +157,7 @@ def _read_window(window: Any) -> tuple[int | None, int | None]:
     if window is None:
         return None, None
     sides = tuple(window) if isinstance(window, (tuple, list)) else ()
-    if len(sides) != 2 or not all(side is None or (_is_whole_number(side) and side >= 0) for side in sides):
+    if len(sides) != 2 or not all(side is None or (is_whole_number(side) and side >= 0) for side in sides):
         raise ValueError(
             f"window must be (left, right): two whole numbers from 0 up, or None for a side without limit; "
             f"got {show(window)}. (255, 0) sees the query's own position and the 255 before it; under jit, "
@@ -171,17 +168,17 @@ def _read_window(window: Any) -> tuple[int | None, int | None]:
 
 
 def _read_offset(offset: Any, batch: int) -> Array | None:
-    if _is_whole_number(offset) and offset == 0:
+    if is_whole_number(offset) and offset == 0:
         return None
-    array = _read_integers("q_offset", offset, ((), (batch,)), "a whole number or one per batch row")
-    return jnp.broadcast_to(jnp.clip(array, -_FAR, _FAR).astype(jnp.int32), (batch,))
+    array = read_integers("q_offset", offset, ((), (batch,)), "a whole number or one per batch row")
+    return jnp.broadcast_to(clip(array, -_FAR, _FAR), (batch,))
 
 
 def _read_lengths(name: str, lengths: Any, batch: int, length: int) -> Array | None:
     if lengths is None:
         return None
-    array = _read_integers(name, lengths, ((batch,),), "one whole number per batch row, or None")
-    return jnp.clip(array, 0, length).astype(jnp.int32)
+    array = read_integers(name, lengths, ((batch,),), "one whole number per batch row, or None")
+    return clip(array, 0, length)
 
 
 def _read_segments(ids: Any, batch: int, q_length: int, kv_length: int) -> tuple[Array | None, Array | None]:
@@ -192,40 +189,37 @@ def _read_segments(ids: Any, batch: int, q_length: int, kv_length: int) -> tuple
             f"segment_ids must be a pair, (q_segment_ids, kv_segment_ids), got {show(ids)}; "
             f"for self-attention give the same array twice."
         )
-    wanted = "whole numbers, one per position"
-    q_ids = _read_integers("segment_ids[0]", ids[0], ((batch, q_length),), wanted)
-    kv_ids = _read_integers("segment_ids[1]", ids[1], ((batch, kv_length),), wanted)
-    return q_ids.astype(jnp.int32), kv_ids.astype(jnp.int32)
+    q_ids = _read_side("segment_ids[0]", ids[0], (batch, q_length))
+    return q_ids, _read_side("segment_ids[1]", ids[1], (batch, kv_length))
 
 
-def _read_integers(name: str, value: Any, shapes: tuple[tuple[int, ...], ...], wanted: str) -> Array:
-    array = _as_array(name, value, wanted)
-    if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise TypeError(f"{name} must be {wanted}, got {_kind(array)}; cast with .astype(jnp.int32).")
-    if array.shape not in shapes:
-        expected = " or ".join(str(shape) for shape in shapes)
-        raise ValueError(f"{name} must be {wanted}, of shape {expected}, got shape {array.shape}.")
-    return array
+def _read_side(name: str, ids: Any, shape: tuple[int, int]) -> Array:
+    array = read_integers(name, ids, (shape,), "whole numbers, one per position")
+    if isinstance(ids, np.ndarray) and not np.array_equal(ids, np.asarray(ids, np.int32)):
+        raise ValueError(f"{name} must fit int32, got {ids.min()} to {ids.max()}; number the segments from 0.")
+    return array.astype(jnp.int32)
 
 
 def _read_sinks(sinks: Any, heads: int) -> Array | None:
     if sinks is None:
         return None
-    array = _as_array("sinks", sinks, "one logit a head")
+    array = as_array("sinks", sinks, "one logit a head")
     if not jnp.issubdtype(array.dtype, jnp.floating):
-        raise TypeError(f"sinks must be floating point, got {_kind(array)}; cast with .astype(jnp.float32).")
+        raise TypeError(f"sinks must be floating point, got {kind_of(array)}; cast with .astype(jnp.float32).")
     if array.shape != (heads,):
-        raise ValueError(f"sinks must be one logit a head, of shape {(heads,)}, got shape {array.shape}.")
+        raise ValueError(
+            f"sinks must be one logit a head, of shape {(heads,)}, got shape {array.shape}; heads are q's axis 2."
+        )
     return array.astype(jnp.float32)
 
 
 def _read_mask(mask: Any, pairs: tuple[int, ...]) -> Array | None:
     if mask is None:
         return None
-    array = _as_array("mask", mask, "a boolean array")
+    array = as_array("mask", mask, "a boolean array")
     if array.dtype != bool:
         raise TypeError(
-            f"mask must be boolean, True where a query may see a key, got {_kind(array)}; "
+            f"mask must be boolean, True where a query may see a key, got {kind_of(array)}; "
             f"give numbers that are added to the scores as bias."
         )
     return _as_pairs("mask", array, pairs)
@@ -234,10 +228,10 @@ def _read_mask(mask: Any, pairs: tuple[int, ...]) -> Array | None:
 def _read_bias(bias: Any, pairs: tuple[int, ...]) -> Array | None:
     if bias is None:
         return None
-    array = _as_array("bias", bias, "a floating-point array")
+    array = as_array("bias", bias, "a floating-point array")
     if str(array.dtype) not in _DTYPES:
         raise TypeError(
-            f"bias must have a dtype out of {', '.join(_DTYPES)}, got {_kind(array)}; cast with .astype, or give "
+            f"bias must have a dtype out of {', '.join(_DTYPES)}, got {kind_of(array)}; cast with .astype, or give "
             f"booleans as mask."
         )
     return _as_pairs("bias", array, pairs)
@@ -254,13 +248,6 @@ def _as_pairs(name: str, array: Array, pairs: tuple[int, ...]) -> Array:
     return array.reshape(shape)
 
 
-def _as_array(name: str, value: Any, wanted: str) -> Array:
-    try:
-        return jnp.asarray(value)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{name} must be {wanted}, got {show(value)}.") from error
-
-
 def read_tiles(**choices: Any) -> Tiles:
     """Checked hyperparameters: positive whole numbers or None."""
     return Tiles(**{name: _read_choice(name, value) for name, value in choices.items()})
@@ -269,19 +256,10 @@ def read_tiles(**choices: Any) -> Tiles:
 def _read_choice(name: str, value: Any) -> int | None:
     if value is None:
         return None
-    if not _is_whole_number(value) or value < 1:
+    if not is_whole_number(value) or value < 1:
         advice = "a power of two such as 128" if name.startswith("block") else "a small number such as 4"
         raise ValueError(
             f"{name} must be a positive whole number or None, got {show(value)}; try {advice}, and make it "
             f"static under jit."
         )
     return int(value)
-
-
-def show(value: object) -> str:
-    """A value and its type, for a message."""
-    return f"{value!r} ({type(value).__name__})"
-
-
-def _kind(array: Array) -> str:
-    return f"{array.dtype}{list(array.shape)}"
