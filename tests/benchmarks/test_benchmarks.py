@@ -347,3 +347,22 @@ def test_a_worker_that_fails_says_what_it_printed(load, tmp_path):
     script.write_text("print('about to fail'); raise SystemExit(3)")
     with pytest.raises(RuntimeError, match=r"ended with 3:\nabout to fail"):
         load("_common").run_worker(str(script), [], os.environ, timeout_s=30)
+
+
+# Errors of attention
+
+
+def test_attention_errors_of_every_result(run_main):
+    printed, report = run_main("attention_errors", "--quick", "--seed", "0")
+    assert " OK, " in printed
+    for row in report["rows"]:
+        assert list(row["errors"]) == ["out", "lse", "dq", "dk", "dv"]
+        assert all(0 < error < 1e-5 for error in (*row["errors"].values(), *row["peer"].values()))
+        assert row["is_good"] == all(ratio <= 1.2 for ratio in row["ratios"].values())
+
+
+def test_an_error_is_relative_and_knows_no_nan(load):
+    errors = load("attention_errors")
+    want = jax.numpy.array([3.0, 4.0])
+    assert errors.relative_error(jax.numpy.array([3.0, 4.5]), want) == pytest.approx(0.1)
+    assert not errors.relative_error(jax.numpy.array([3.0, jax.numpy.nan]), want) <= errors.LIMIT
