@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +12,18 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from .call import Array, Gradients, Operands, Saved, Spec
+from .reverse_only import reverse_only
 
 OUT_NAME = "flash_attention_out"
 LSE_NAME = "flash_attention_lse"
 
 
 class Kernels(Protocol):
-    """The three walks over blocks that make a backend; no operand has an axis without elements."""
+    """The three walks over blocks that make a backend; no operand has an axis without elements.
+
+    Hashable. Walks that XLA cannot look into, such as Pallas kernels, go through `partition.Partitioned`, which
+    deals with several devices and with `jax.vmap`; those in plain JAX need no such help.
+    """
 
     def forward(self, spec: Spec, operands: Operands) -> tuple[Array, Array]:
         """Output `[batch, Tq, heads, Dv]` in q's dtype and log-sum-exp `[batch, heads, Tq]`, float32.
@@ -43,9 +49,11 @@ class _Residuals(NamedTuple):
 
 def attend(kernels: Kernels, spec: Spec, operands: Operands) -> tuple[Array, Array]:
     """Output and log-sum-exp `[batch, Tq, heads]`, both differentiable once, in reverse mode."""
-    if 0 in (operands.q.size, operands.k.size, operands.v.size):
+    if 0 in (operands.q.size, operands.k.size):
         return _attend_to_nothing(operands)
-    out, lse = _attend(kernels, spec, _vary_alike(operands))
+    if operands.v.size == 0:
+        return _attend_without_values(kernels, spec, operands)
+    out, lse = _attend(kernels, spec, vary_alike(reverse_only(operands)))
     return out, lse.swapaxes(1, 2)
 
 
@@ -54,13 +62,19 @@ def _attend_to_nothing(operands: Operands) -> tuple[Array, Array]:
     return jnp.zeros((*rows, operands.v.shape[3]), operands.q.dtype), jnp.full(rows, -jnp.inf, jnp.float32)
 
 
+def _attend_without_values(kernels: Kernels, spec: Spec, operands: Operands) -> tuple[Array, Array]:
+    values = jnp.zeros((*operands.v.shape[:3], 1), operands.v.dtype)
+    out, lse = attend(kernels, spec, operands._replace(v=values))
+    return out[..., :0], lse
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(kernels: Kernels, spec: Spec, operands: Operands) -> tuple[Array, Array]:
-    return kernels.forward(spec, operands)
+    return _walk(kernels.forward, spec, operands)
 
 
 def _forward(kernels: Kernels, spec: Spec, operands: Operands) -> tuple[tuple[Array, Array], _Residuals]:
-    out, lse = kernels.forward(spec, operands)
+    out, lse = _walk(kernels.forward, spec, operands)
     # Named, so that a checkpoint policy can keep them: the backward pass then needs no second forward pass.
     out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
     return (out, lse), _Residuals(operands, out, lse)
@@ -68,12 +82,13 @@ def _forward(kernels: Kernels, spec: Spec, operands: Operands) -> tuple[tuple[Ar
 
 def _backward(kernels: Kernels, spec: Spec, residuals: _Residuals, cotangents: tuple[Array, Array]) -> tuple[Operands]:
     operands, out, lse = residuals
-    saved = _save(operands, out, lse, *cotangents)
-    grads = kernels.backward(spec, operands, saved)
+    saved = _save(out, lse, *cotangents)
+    grads = _walk(kernels.backward, spec, operands, saved)
     dq, dk, dscale = _apply_scale(operands, grads)
     dbias = None
     if operands.bias is not None:
-        dbias = kernels.bias_gradient(spec, operands, saved).astype(operands.bias.dtype)
+        # A walk of its own, so that it is left out where the bias is not differentiated.
+        dbias = _walk(kernels.bias_gradient, spec, operands, saved).astype(operands.bias.dtype)
     return (
         Operands(
             q=dq,
@@ -89,7 +104,21 @@ def _backward(kernels: Kernels, spec: Spec, residuals: _Residuals, cotangents: t
 _attend.defvjp(_forward, _backward)
 
 
-def _save(operands: Operands, out: Array, lse: Array, dout: Array, dlse: Array) -> Saved:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _walk(walk: Callable[..., Any], spec: Spec, *arrays: Any) -> Any:
+    """A walk that says what to do when something wants its derivative: `_attend` has only the first."""
+    return walk(spec, *arrays)
+
+
+@_walk.defjvp
+def _refuse_second_derivative(walk: Any, spec: Spec, primals: Any, tangents: Any) -> Any:
+    raise NotImplementedError(
+        "flash_attention cannot be differentiated twice; use reference_attention, which takes the same arguments "
+        "and can be differentiated as often as you like, in memory that grows with Tq x Tk."
+    )
+
+
+def _save(out: Array, lse: Array, dout: Array, dlse: Array) -> Saved:
     products = dout.astype(jnp.float32) * out.astype(jnp.float32)
     empty = lse == -jnp.inf
     # Cotangents of rows that see nothing count for nothing, whatever they hold.
@@ -113,13 +142,13 @@ def _sinks_gradient(operands: Operands, saved: Saved) -> Array | None:
     return -(weights * saved.delta).sum((0, 2))
 
 
-def _vary_alike(operands: Operands) -> Operands:
+def vary_alike(arrays: Any) -> Any:
     """Inside shard_map, marks all arrays as varying over the mesh axes that any of them varies over.
 
     Loop carries must keep their type, and they mix all of the arrays.
     """
-    varying = [jax.typeof(array).manual_axis_type.varying for array in jax.tree.leaves(operands)]
+    varying = [jax.typeof(array).manual_axis_type.varying for array in jax.tree.leaves(arrays)]
     axes = frozenset[str]().union(*varying)
     return jax.tree.map(
-        lambda x: lax.pcast(x, tuple(axes - jax.typeof(x).manual_axis_type.varying), to="varying"), operands
+        lambda x: lax.pcast(x, tuple(axes - jax.typeof(x).manual_axis_type.varying), to="varying"), arrays
     )
