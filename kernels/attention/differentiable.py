@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType
 
 from .call import Array, Gradients, Operands, Saved, Spec
 from .reverse_only import reverse_only
@@ -89,16 +90,8 @@ def _backward(kernels: Kernels, spec: Spec, residuals: _Residuals, cotangents: t
     if operands.bias is not None:
         # A walk of its own, so that it is left out where the bias is not differentiated.
         dbias = _walk(kernels.bias_gradient, spec, operands, saved).astype(operands.bias.dtype)
-    return (
-        Operands(
-            q=dq,
-            k=dk,
-            v=grads.v,
-            bias=dbias,
-            sinks=_sinks_gradient(operands, saved),
-            scale=dscale,
-        ),
-    )
+    gradients = Operands(q=dq, k=dk, v=grads.v, bias=dbias, sinks=_sinks_gradient(operands, saved), scale=dscale)
+    return (_place_as(operands, gradients),)
 
 
 _attend.defvjp(_forward, _backward)
@@ -116,6 +109,14 @@ def _refuse_second_derivative(walk: Any, spec: Spec, primals: Any, tangents: Any
         "flash_attention cannot be differentiated twice; use reference_attention, which takes the same arguments "
         "and can be differentiated as often as you like, in memory that grows with Tq x Tk."
     )
+
+
+def _place_as(operands: Operands, gradients: Operands) -> Operands:
+    """Explicit mesh axes are in the types of arrays, and a gradient must have the type of its operand."""
+    if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
+        return gradients
+    pairs = zip(operands, gradients, strict=True)
+    return Operands(*(y if y is None else jax.sharding.reshard(y, jax.typeof(x).sharding.spec) for x, y in pairs))
 
 
 def _save(out: Array, lse: Array, dout: Array, dlse: Array) -> Saved:
