@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from .call import Array, Operands, Spec
+from .reverse_only import reverse_only
 
 Attended = tuple[Array, "Array | None"]
 Attend = Callable[[Spec, Operands], Attended]
@@ -38,7 +39,7 @@ class Choice:
         """Output and log-sum-exp."""
         if self.plain == self.trained:
             return self.plain.attend(operands)
-        return _attend_apart(self, operands)
+        return _attend_apart(self, reverse_only(operands))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

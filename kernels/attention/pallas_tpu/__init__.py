@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from ..call import Array, Operands, Spec
 from ..differentiable import attend as _attend
+from ..partition import Partitioned
 from . import backward, bias, forward
 from .vmem import VMEM_LIMIT, vmem_bytes
 
@@ -23,7 +24,7 @@ class _Kernels:
     bias_gradient = staticmethod(bias.bias_gradient)
 
 
-_KERNELS = _Kernels()
+_KERNELS = Partitioned(_Kernels())
 
 
 def attend(spec: Spec, operands: Operands) -> tuple[Array, Array]:

@@ -9,6 +9,7 @@ import warnings
 
 from .. import differentiable
 from ..call import Array, Gradients, Operands, Saved, Spec
+from ..partition import Partitioned
 from .backward import key_gradients, query_gradient
 from .bias import bias_gradient
 from .forward import forward
@@ -28,7 +29,7 @@ class _Kernels:
         return bias_gradient(spec, operands, saved)
 
 
-_KERNELS = _Kernels()
+_KERNELS = Partitioned(_Kernels())
 
 
 def attend(spec: Spec, operands: Operands) -> tuple[Array, Array]:
