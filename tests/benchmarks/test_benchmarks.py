@@ -336,6 +336,15 @@ def test_call_overhead(run_main, load):
     assert "DIFFERENT" not in printed
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux")
+def test_attention_on_a_cpu(run_main):
+    small = ("--length", "24", "--memory-length", "600", "--heads", "1", "--head-dim", "8", "--repeats", "1")
+    printed, report = run_main("attention_cpu", *small, "--passes", "forward")
+    assert printed.count("ours/peer ") == 4
+    assert [(row["pass"], row["causal"]) for row in report["times"]] == [("forward", False), ("forward", True)]
+    assert report["memory"]["ours"]["temporary"] < report["memory"]["peer"]["temporary"]
+
+
 def test_verdict_names_the_limit(load):
     verdict = load("_common").verdict
     assert verdict(0.4, 0.4) == "0.4000 (at most 0.4: met)"
