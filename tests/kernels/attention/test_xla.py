@@ -19,8 +19,7 @@ TILES = {"block_q": 16, "block_k": 24}
 DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks", "scale")
 STATICS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "causal": {"causal": True, "window": (14, 3), "softcap": 1.5},
-    "window": {"window": (5, 2)},
+    "window and softcap": {"window": (14, 3), "softcap": 1.5},
 }
 
 
@@ -154,7 +153,7 @@ def test_repeated_calls_are_equal_bit_for_bit(blocked: Any) -> None:
         jax.tree.map(np.testing.assert_array_equal, first, blocked(arrays, COTANGENTS))
 
 
-@pytest.mark.parametrize("axes", [(0,), (1, 2), (3,), (0, 1, 2, 3)])
+@pytest.mark.parametrize("axes", [(0,), (1, 2), (0, 1, 2, 3)])
 def test_bias_gradient_is_summed_over_what_is_shared(axes: tuple[int, ...], oracle: Any) -> None:
     full = NEUTRAL["bias"].shape
     bias = normal(0, *(1 if axis in axes else size for axis, size in enumerate(full)))
