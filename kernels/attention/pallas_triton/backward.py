@@ -23,9 +23,11 @@ from .parts import (
     add_product,
     any_along,
     dot,
+    dot_of_parts,
     factor_of,
     is_screened,
     key_block,
+    load_parts,
     load_rows,
     load_vector,
     place,
@@ -176,7 +178,7 @@ class _Rows(NamedTuple):
 
     rows: Array
     q: Array
-    dout: Array
+    dout: list[Array]
     lse: Array
     delta: Array
 
@@ -191,7 +193,7 @@ def _flash_attention_backward_queries(
     block = _Rows(
         rows=rows,
         q=load_rows(refs.q, batch, rows, head, within),
-        dout=load_rows(saved.dout, batch, rows, head, within),
+        dout=load_parts(saved.dout, batch, rows, head, within),
         lse=load_vector(saved.lse, here, rows, within, jnp.inf)[:, None],
         delta=load_vector(saved.delta, here, rows, within, 0)[:, None],
     )
@@ -210,8 +212,9 @@ def _add_keys(
     tile = Tile(block.rows[:, None], columns[None, :])
     within = walk.within(columns) if masked else None
     k = load_rows(refs.k, here.batch, columns, here.kv_head, within)
-    v = load_rows(refs.v, here.batch, columns, here.kv_head, within)
-    products, dweights = dot(block.q, k, across=(1, 1)), dot(block.dout, v, across=(1, 1))
+    v = load_parts(refs.v, here.batch, columns, here.kv_head, within)
+    # Rows with few keys lose most digits of `dweights` to `delta`.
+    products, dweights = dot(block.q, k, across=(1, 1)), dot_of_parts(block.dout, v)
     visible = seen(plan, refs, here, tile) if masked else None
     if is_screened(refs):
         k = jnp.where(any_along(visible, 0)[:, None], k, 0)

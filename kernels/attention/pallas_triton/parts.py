@@ -170,16 +170,25 @@ def span(index: Index, block: int) -> Array:
     return index * np.int32(block) + jnp.arange(block, dtype=jnp.int32)
 
 
-def load_rows(ref: Any, batch: Index, rows: Array, head: Index, within: Array | None = None) -> Array:
+def load_rows(
+    ref: Any, batch: Index, rows: Array, head: Index, within: Array | None = None, columns: Array | None = None
+) -> Array:
     """Rows of `[batch, time, heads, depth]`, the depth padded with zeros, and zero where not `within`."""
     depth = ref.shape[3]
-    columns = jnp.arange(padded(depth), dtype=jnp.int32)[None, :]
+    columns = jnp.arange(padded(depth), dtype=jnp.int32) if columns is None else columns
     wanted = None if within is None else within[:, None]
     if depth != padded(depth):
-        inside = columns < depth
+        inside = (columns < depth)[None, :]
         wanted = inside if wanted is None else wanted & inside
-    source = ref.at[batch, rows[:, None], head, columns]
+    source = ref.at[batch, rows[:, None], head, columns[None, :]]
     return plgpu.load(source) if wanted is None else plgpu.load(source, mask=wanted, other=0)
+
+
+def load_parts(ref: Any, batch: Index, rows: Array, head: Index, within: Array | None = None) -> list[Array]:
+    """What `load_rows` loads, for `dot_of_parts`: float32 in parts of few columns, else as one."""
+    depth = padded(ref.shape[3])
+    size = min(depth, 32) if ref.dtype == jnp.float32 else depth
+    return [load_rows(ref, batch, rows, head, within, span(np.int32(n), size)) for n in range(depth // size)]
 
 
 def store_rows(ref: Any, batch: Index, rows: Array, head: Index, values: Array) -> None:
@@ -215,6 +224,16 @@ def add_product(total: Array, left: Array, right: Array) -> Array:
     # Triton would let a product start from the sum that it is added to. Over thousands of float32 terms one
     # after another that loses three bits; a sum of sums over blocks, which this makes of it, does not.
     return total - dot(-left, right)
+
+
+def dot_of_parts(left: list[Array], right: list[Array]) -> Array:
+    """Products of rows with rows; a sum of sums over parts, as in `add_product`."""
+    total, *others = (
+        dot(a if n == 0 else -a, b, across=(1, 1)) for n, (a, b) in enumerate(zip(left, right, strict=True))
+    )
+    for other in others:
+        total = total - other
+    return total
 
 
 def load_pairs(ref: Any, here: Place, tile: Tile, other: float | bool) -> Array:

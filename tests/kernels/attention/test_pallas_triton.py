@@ -107,8 +107,9 @@ def test_positions_and_lengths_in_one_program(oracle: Any) -> None:
         assert_close(mine(given), reference(given))
 
 
-def test_plain_causal(check: Any) -> None:
-    check(arrays(heads=2, depth=16, lengths=(50, 33)), causal=True)
+@pytest.mark.parametrize("lengths", [(50, 33), (1, 1)])
+def test_plain_causal(check: Any, lengths: tuple[int, int]) -> None:
+    check(arrays(heads=2, depth=16, lengths=lengths), 4e-6, causal=True)
 
 
 def test_segments_and_mask_with_a_cap(check: Any) -> None:
@@ -124,13 +125,14 @@ def test_bias_with_sinks_and_an_array_for_scale(check: Any) -> None:
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 1, 50), (1, 4, 40, 1)])
-def test_gradients_of_a_bias_that_is_broadcast(check: Any, shape: tuple[int, ...]) -> None:
-    check(arrays() | {"bias": draw(5, *shape), "kv_lengths": jnp.asarray([50, 7])})
+def test_gradients_of_a_bias_that_is_broadcast(shape: tuple[int, ...]) -> None:
+    given = arrays() | {"bias": draw(5, *shape), "kv_lengths": jnp.asarray([50, 7])}
+    got = jax.jit(lambda given: triton(given)[2]["bias"])(given)
+    assert_close(got, jax.jit(lambda given: both_passes(reference_attention, given)[2]["bias"])(given))
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 2e-2), ("float16", 4e-3)])
-def test_half_precision(check: Any, dtype: str, tolerance: float) -> None:
-    check(arrays(dtype=dtype), tolerance, causal=True)
+def test_bfloat16(check: Any) -> None:
+    check(arrays(dtype="bfloat16"), 2e-2, causal=True)
 
 
 def test_float16_gradients_beyond_and_below_its_range(oracle: Any) -> None:
@@ -166,16 +168,10 @@ def test_what_nobody_sees_does_not_matter(oracle: Any, call: str) -> None:
         assert np.array_equal(clean, other)
 
 
-def test_a_single_query_and_key(check: Any) -> None:
-    check(arrays(lengths=(1, 1)), 1e-5)
-
-
-def test_64_bit_mode(oracle: Any) -> None:
+def test_64_bit_mode(check: Any) -> None:
     with jax.enable_x64(True):
-        given = arrays(batch=1, heads=2) | {"q_offset": jnp.asarray([7]), "segment_ids": (jnp.ones((1, 40), int),) * 2}
-        given["segment_ids"] = (given["segment_ids"][0], jnp.ones((1, 50), int))
-        got = oracle.jit(lambda given: triton(given, causal=True))(given)
-        assert_close(got, both_passes(reference_attention, given, causal=True))
+        ids = tuple(jnp.arange(n)[None] // 21 for n in LENGTHS)
+        check(arrays(batch=1, heads=2) | {"q_offset": jnp.asarray([7]), "segment_ids": ids}, causal=True)
 
 
 def attend(q: Any, k: Any, v: Any) -> Any:
