@@ -1,7 +1,7 @@
 """Who sees whom: which pairs of a tile count, and which blocks hold no such pair and are never loaded.
 
 Everything here is plain arithmetic on int32, so that it runs inside kernels, in XLA and on NumPy arrays alike.
-Bounds are half open. Segments and masks are not part of the bounds: see `segment_key_blocks`.
+Bounds are half open. Segments and masks are not part of the bounds: see `segment_blocks`.
 """
 
 from __future__ import annotations
