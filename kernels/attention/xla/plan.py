@@ -53,10 +53,12 @@ class Plan:
 
     def walk_keys(self, q_index: Array, step: Callable[[Array, Carry], Carry], start: Carry) -> Carry:
         """Takes a carry through the blocks of keys that a block of queries may see."""
-        if self.ranges is None:
-            return lax.fori_loop(0, self.blocks.kv_blocks, step, start)
-        first, end = (take(bounds, q_index) for bounds in self.ranges)
-        return lax.fori_loop(first, end, step, start)
+        first: Array | int = 0
+        end: Array | int = self.blocks.kv_blocks
+        if self.ranges is not None:
+            first, end = (take(bounds, q_index) for bounds in self.ranges)
+        carry: Carry = lax.fori_loop(first, end, step, start)
+        return carry
 
     def take_keys(self, k_index: Array, visible: Array | None) -> tuple[Array, Array]:
         """Keys and values of a block, zero where no row of the tile sees them: they may be NaN there."""

@@ -20,7 +20,7 @@ from .plan import Plan, take
 class _Rows(NamedTuple):
     """One block of queries, or all of them with the blocks as a leading axis; what the backward pass knows of it."""
 
-    index: Array
+    block: Array  # which one
     q: Array
     dout: Array
     lse: Array
@@ -69,7 +69,7 @@ def _forward_rows(plan: Plan, q_index: Array, q: Array) -> tuple[Array, Array]:
 def _normalise(plan: Plan, row_max: Array, row_sum: Array) -> tuple[Array, Array]:
     """The factor that makes accumulated values the output, and the log-sum-exp."""
     empty = row_max == -jnp.inf
-    highest, decay = row_max, 1.0
+    highest, decay = row_max, jnp.float32(1)
     if plan.operands.sinks is not None:
         sinks = plan.operands.sinks.reshape(plan.blocks.kv_heads, plan.blocks.group, 1)
         highest = jnp.where(empty, -jnp.inf, jnp.maximum(row_max, sinks))
@@ -105,7 +105,7 @@ def _backward_rows(plan: Plan, grads: tuple[Array, Array], rows: _Rows) -> tuple
         dk = _add_block(dk, k_index, _sum_over_rows(dproducts, rows.q))
         return dq + _sum_over_keys(dproducts, tile.k), dk, dv
 
-    dq, dk, dv = plan.walk_keys(rows.index, step, (_full_like(rows.q, 0), *grads))
+    dq, dk, dv = plan.walk_keys(rows.block, step, (_full_like(rows.q, 0), *grads))
     return (dk, dv), dq
 
 
@@ -116,9 +116,9 @@ def bias_gradient(spec: Spec, operands: Operands, saved: Saved) -> Array:
 
     def add_rows(total: Array, rows: _Rows) -> tuple[Array, None]:
         def step(k_index: Array, total: Array) -> Array:
-            return plan.blocks.add_pairs(total, rows.index, k_index, _tile(plan, rows, k_index).dscores)
+            return plan.blocks.add_pairs(total, rows.block, k_index, _tile(plan, rows, k_index).dscores)
 
-        return plan.walk_keys(rows.index, step, total), None
+        return plan.walk_keys(rows.block, step, total), None
 
     total, _ = lax.scan(add_rows, _full_like(plan.bias, 0), _split_rows(plan, saved))
     return plan.blocks.close_pairs(total)
@@ -130,7 +130,7 @@ def _split_rows(plan: Plan, saved: Saved) -> _Rows:
     blocks = plan.blocks
     q = blocks.split_queries(jnp.where(sees_keys, plan.operands.q, 0))
     return _Rows(
-        index=_count(q),
+        block=_count(q),
         q=q,
         dout=blocks.split_queries(jnp.where(sees_keys, saved.dout, 0)),
         lse=blocks.split_rows(saved.lse),
@@ -139,9 +139,9 @@ def _split_rows(plan: Plan, saved: Saved) -> _Rows:
 
 
 def _tile(plan: Plan, rows: _Rows, k_index: Array) -> _Tile:
-    visible = plan.visible(rows.index, k_index)
+    visible = plan.visible(rows.block, k_index)
     k, v = plan.take_keys(k_index, visible)
-    scores, slope = _scores(plan, rows.index, k_index, visible, rows.q, k)
+    scores, slope = _scores(plan, rows.block, k_index, visible, rows.q, k)
     weights = jnp.exp(scores - rows.lse[..., None])
     dweights = _times_keys(rows.dout, v)
     dscores = weights * (dweights - rows.delta[..., None])

@@ -138,6 +138,21 @@ def test_what_nobody_sees_changes_nothing(feature: str, statics: dict[str, Any],
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
+def test_padding_changes_nothing_without_other_masks(oracle: Any) -> None:
+    q, k, v = (jnp.asarray(NEUTRAL[name]) for name in "qkv")
+    lengths = jnp.array([30, 7])
+    attention = functools.partial(flash_attention, kv_lengths=lengths, implementation="xla", **TILES)
+    padding = (np.arange(KV_LENGTH) >= lengths[:, None])[..., None, None]
+
+    @oracle.jit
+    def both(*qkv: Any) -> Any:
+        out, pull_back = jax.vjp(attention, *qkv)
+        return out, pull_back(COTANGENTS[0])
+
+    got = both(q, jnp.where(padding, jnp.nan, k), jnp.where(padding, jnp.inf, v))
+    jax.tree.map(np.testing.assert_array_equal, got, both(q, k, v))
+
+
 def who_takes_part(arrays: dict[str, Any], statics: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     """Rows that see a key, `[batch, Tq, heads]`, and keys that a row sees, `[batch, Tk, kv_heads]`."""
     rest = {"scale": None, "softcap": None, "deterministic": False, "causal": False, "window": None}
