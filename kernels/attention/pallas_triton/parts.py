@@ -147,7 +147,7 @@ def key_block(plan: Plan) -> tuple[Array, Array, Array]:
 
 def _ordered(plan: Plan, program: Array, pairs: int, blocks: int, bytes_of_head: int) -> tuple[Array, Array]:
     uneven = plan.spec.right is not None and plan.spec.left is None
-    limit = max(1, _CACHE // bytes_of_head) if uneven else 1
+    limit = max(1, _CACHE // max(1, bytes_of_head)) if uneven else 1
     together = next(size for size in range(min(limit, pairs), 0, -1) if pairs % size == 0)
     chunk, index, member = split(program, blocks, together)
     return chunk * np.int32(together) + member, index

@@ -230,6 +230,15 @@ def test_warps_and_stages_reach_the_compiler() -> None:
         assert setting in text
 
 
+def test_export_for_cuda() -> None:
+    h200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    allowed = [jax.export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")]
+    q = jax.ShapeDtypeStruct((1, 40, 2, 64), jnp.bfloat16)
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=h200)):
+        exported = jax.export.export(jax.jit(attend), platforms=["cuda"], disabled_checks=allowed)(q, q, q)
+    assert exported.out_avals[0].shape == q.shape
+
+
 # Hyperparameters
 
 
@@ -346,8 +355,40 @@ def test_long_walks_of_heads_that_share_the_cache_start_first(monkeypatch: pytes
     assert blocks.tolist() == [63] * 8 + [62] * 8
 
 
+def test_heads_may_be_smaller_than_their_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = part("parts")
+    plan = parts.Plan(Spec(causal=True), part("tiles").Launch(16, 16, 4, 1), 1, 64, 64, 1, 1, 1, 1, 2)
+    monkeypatch.setattr(parts.pl, "program_id", lambda axis: jnp.int32(63))
+    assert [int(index) for index in parts.query_block(plan)] == [0, 63, 0]
+
+
 def test_masks_too_long_for_signed_offsets_are_widened() -> None:
     prepare = part("launch").for_device
     for rows, dtype in ((2**15, bool), (2**16, jnp.int16)):
         mask = jax.ShapeDtypeStruct((1, 1, rows, 2**15), bool)
         assert jax.eval_shape(lambda mask: prepare(Operands(None, None, None, mask=mask)), mask).mask.dtype == dtype
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(70_000, 16, 1, 16), (1, 16, 70_000, 16)])
+def test_batches_and_heads_past_the_limits_of_a_launch(shape: tuple[int, ...]) -> None:
+    q, k, v, dout = (jax.random.normal(jax.random.key(seed), shape) for seed in range(4))
+
+    def gradients(attention: Any, **call: Any) -> Any:
+        return jax.jit(lambda *qkv: jax.vjp(lambda *qkv: attention(*qkv, causal=True, **call), *qkv)[1](dout))(q, k, v)
+
+    assert_close(gradients(flash_attention, implementation="pallas_triton"), gradients(reference_attention), 1e-5)
+
+
+@pytest.mark.gpu
+def test_arrays_past_32_bit_offsets() -> None:
+    shape = (1100, 1024, 16, 128)
+    draw_all = jax.jit(lambda seed: jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16))
+    q, k, v = (draw_all(seed) for seed in range(3))
+    out = jax.jit(lambda *qkv: flash_attention(*qkv, implementation="pallas_triton"))(q, k, v)
+    for row in (0, 549, 1099):
+        part_of = slice(row, row + 1)
+        assert_close(out[part_of], reference_attention(q[part_of], k[part_of], v[part_of]), 1e-2)
