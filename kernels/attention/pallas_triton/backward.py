@@ -26,17 +26,16 @@ from .parts import (
     dot_of_parts,
     factor_of,
     is_screened,
-    key_block,
     load_parts,
     load_rows,
     load_vector,
     place,
-    query_block,
     scores,
     seen,
     span,
     store_rows,
 )
+from .programs import key_block, query_block
 from .tiles import keys_launch, padded, queries_launch
 from .walks import Ranges, Walk, key_ranges, query_ranges, walk_keys, walk_queries
 

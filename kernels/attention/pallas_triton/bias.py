@@ -15,7 +15,8 @@ from ..call import Array, Operands, Saved, Spec
 from ..visible import Index
 from .backward import score_gradients
 from .launch import for_device, launch, like
-from .parts import Place, Plan, Tile, dot, load_rows, load_vector, place, seen, span, split
+from .parts import Place, Plan, Tile, dot, load_rows, load_vector, place, seen, span
+from .programs import split
 from .tiles import queries_launch
 from .walks import Ranges, key_ranges, walk_keys
 

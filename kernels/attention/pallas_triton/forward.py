@@ -22,13 +22,13 @@ from .parts import (
     is_screened,
     load_rows,
     place,
-    query_block,
     scores,
     seen,
     span,
     store_rows,
     store_vector,
 )
+from .programs import query_block
 from .tiles import forward_launch, padded
 from .walks import Ranges, Walk, key_ranges, walk_keys
 

@@ -341,16 +341,16 @@ def test_each_block_has_one_program(monkeypatch: pytest.MonkeyPatch, kernel: str
     plan = parts.Plan(Spec(causal=causal), part("tiles").Launch(16, 16, 4, 1), 3, 4, 2, 4096, 3000, 64, 64, 2)
     blocks = (3, 4, plan.q_blocks) if kernel == "query_block" else (3, 2, plan.k_blocks)
     programs = jnp.arange(np.prod(blocks), dtype=jnp.int32)
-    monkeypatch.setattr(parts.pl, "program_id", lambda axis: programs)
-    found = set(zip(*(np.asarray(x).tolist() for x in getattr(parts, kernel)(plan)), strict=True))
+    monkeypatch.setattr(part("programs").pl, "program_id", lambda axis: programs)
+    found = set(zip(*(np.asarray(x).tolist() for x in getattr(part("programs"), kernel)(plan)), strict=True))
     assert found == set(itertools.product(*(range(size) for size in blocks)))
 
 
 def test_long_walks_of_heads_that_share_the_cache_start_first(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = part("parts")
     plan = parts.Plan(Spec(causal=True), part("tiles").Launch(128, 64, 4, 1), 1, 16, 1, 8192, 8192, 128, 128, 2)
-    monkeypatch.setattr(parts.pl, "program_id", lambda axis: jnp.arange(16, dtype=jnp.int32))
-    _, heads, blocks = parts.query_block(plan)
+    monkeypatch.setattr(part("programs").pl, "program_id", lambda axis: jnp.arange(16, dtype=jnp.int32))
+    _, heads, blocks = part("programs").query_block(plan)
     assert heads.tolist() == [*range(8), *range(8)]
     assert blocks.tolist() == [63] * 8 + [62] * 8
 
@@ -358,8 +358,8 @@ def test_long_walks_of_heads_that_share_the_cache_start_first(monkeypatch: pytes
 def test_heads_may_be_smaller_than_their_group(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = part("parts")
     plan = parts.Plan(Spec(causal=True), part("tiles").Launch(16, 16, 4, 1), 1, 64, 64, 1, 1, 1, 1, 2)
-    monkeypatch.setattr(parts.pl, "program_id", lambda axis: jnp.int32(63))
-    assert [int(index) for index in parts.query_block(plan)] == [0, 63, 0]
+    monkeypatch.setattr(part("programs").pl, "program_id", lambda axis: jnp.int32(63))
+    assert [int(index) for index in part("programs").query_block(plan)] == [0, 63, 0]
 
 
 def test_masks_too_long_for_signed_offsets_are_widened() -> None:
