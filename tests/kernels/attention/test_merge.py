@@ -125,9 +125,9 @@ def test_far_log_sum_exps_do_not_overflow(level: float) -> None:
     assert_close((out, lse), (np.array([[2.0]]), np.array([level + np.log(2)])))
 
 
-def test_second_derivatives_and_forward_mode(oracle: Any) -> None:
+def test_second_derivatives_and_forward_mode() -> None:
     arrays = (jnp.array([[1.0, 2.0]]), jnp.array([0.3]), jnp.array([[0.5, -1.0]]), jnp.array([-0.2]))
-    check_grads(oracle.jit(merge_attention), arrays, order=2, modes=("fwd", "rev"), atol=2e-2, rtol=2e-2)
+    check_grads(jax.jit(merge_attention), arrays, order=2, modes=("fwd", "rev"), atol=2e-2, rtol=2e-2)
 
 
 def test_sums_are_float32_and_the_output_keeps_its_dtype() -> None:

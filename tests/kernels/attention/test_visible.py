@@ -15,11 +15,8 @@ from tune_jax.kernels.attention.call import Spec
 
 ROWS, KEYS, MORE = 5, 6, 7  # lengths of arrays; blocks may end past them
 FAR = 2**29  # the furthest offset or window that a checked call has
-SPECS = [
-    Spec(causal=causal, window=window)
-    for causal in (False, True)
-    for window in itertools.product((None, 0, 1, 3), (None, 0, 2))
-]
+SPECS = [Spec(window=window) for window in itertools.product((None, 0, 1, 3), (None, 0, 2))]
+SPECS += [Spec(causal=True, window=window) for window in ((None, None), (1, None), (3, 2))]
 
 
 @pytest.fixture(params=SPECS, ids=lambda spec: f"{'causal' if spec.causal else 'full'}-{spec.window}")
