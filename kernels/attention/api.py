@@ -156,14 +156,13 @@ def flash_attention(
     )
     return_lse = read_flag("return_lse", return_lse)
     choice = choose(implementation, spec, operands, return_lse)
-    out, lse = _attend(choice, return_lse, operands)
+    out, lse = _attend(choice, operands)
     return (out, lse) if return_lse else out
 
 
-def _attend_traced(choice: Choice, return_lse: bool, operands: Operands) -> tuple[Array, Array | None]:
-    out, lse = choice.attend(operands)
-    return out, lse if return_lse else None
+def _attend_traced(choice: Choice, operands: Operands) -> tuple[Array, Array | None]:
+    return choice.attend(operands)
 
 
 # Eager calls would otherwise trace a backend each time.
-_attend = jax.jit(_attend_traced, static_argnums=(0, 1))
+_attend = jax.jit(_attend_traced, static_argnums=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,7 +37,8 @@ class Backend:
         dtypes: what q, k and v may be.
         lacks: the names of features that it has not.
         limits: says why a call's shapes are beyond it, None if they are not.
-        has_backward: whether calls can be differentiated.
+        backward_limits: says likewise why such a call cannot be differentiated.
+        hushes: how a warning of JAX's begins that whoever is given this backend can do nothing about.
     """
 
     name: str
@@ -48,7 +50,8 @@ class Backend:
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     lacks: tuple[str, ...] = ()
     limits: Limits | None = None
-    has_backward: bool = True
+    backward_limits: Limits | None = None
+    hushes: str | None = None
 
     def load(self) -> Attend:
         """The backend's function."""
@@ -60,18 +63,31 @@ class Backend:
 
 
 def _cudnn_limits(spec: Spec, operands: Operands, device: Device) -> str | None:
-    _, q_length, _, depth = operands.q.shape
+    batch, q_length, heads, depth = operands.q.shape
     kv_length = operands.k.shape[1]
     widest = 128 if device.capability is not None and device.capability < 9 else 256
     if depth % 8 or depth > widest:
         return f"takes head_dims that are multiples of 8 up to {widest}, not {depth}"
     if 0 in (*operands.q.shape, *operands.k.shape):
         return "takes no arrays without elements"
-    if spec.left is not None and q_length - spec.left > kv_length:
-        return "gives no zeros to queries whose window lies past the last key"
+    if max(batch, heads) > _CUDA_GRID:
+        return f"takes batches and heads up to {_CUDA_GRID}, not {max(batch, heads)}"
+    if spec.left is not None and q_length > kv_length:
+        return "goes wrong with a window where there are more queries than keys"
+    if spec.left is not None and (operands.q_lengths is not None or operands.kv_lengths is not None):
+        return "makes NaN of rows whose window lies past the last key, as lengths may have them"
     return None
 
 
+def _cudnn_backward_limits(spec: Spec, operands: Operands, device: Device) -> str | None:
+    lengths = operands.q.shape[1], operands.k.shape[1]
+    if lengths[0] % 2 or lengths[1] % 2:
+        return f"has a backward pass for even lengths only, not for {lengths[0]} queries and {lengths[1]} keys"
+    return None
+
+
+# The most blocks along the second and third axis of a launch.
+_CUDA_GRID = 65535
 _FORWARD_TILES = ("block_q", "block_k")
 _TRITON_TILES = tuple(
     f"{name}{walk}" for walk in ("", "_dkv", "_dq") for name in ("block_q", "block_k", "num_warps", "num_stages")
@@ -85,11 +101,9 @@ BACKENDS = (
         capability=8.0,
         dtypes=("bfloat16", "float16"),
         lacks=(
-            "window to the right",
+            "window past the query",
             "q_offset",
             "segment_ids",
-            "q_lengths",
-            "kv_lengths",
             "mask",
             "bias",
             "array scale",
@@ -100,6 +114,7 @@ BACKENDS = (
             "Dv other than D",
         ),
         limits=_cudnn_limits,
+        backward_limits=_cudnn_backward_limits,
     ),
     Backend(
         "pallas_triton",
@@ -108,6 +123,8 @@ BACKENDS = (
         capability=8.0,
         is_interpreted_on_cpu=True,
         needs="jax.experimental.pallas.triton",
+        # At each lowering; with warnings as errors programs would stop.
+        hushes="The Pallas Triton backend is deprecated",
     ),
     Backend(
         "pallas_tpu",
@@ -130,24 +147,50 @@ def choose(implementation: str | None, spec: Spec, operands: Operands, return_ls
     """
     device = find_device(operands.q, operands.k, operands.v)
     abstract: Any = (None if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands)
-    return _decide(implementation, spec, Operands(*abstract), return_lse, device)
+    choice = _decide(implementation, spec, Operands(*abstract), return_lse, device)
+    for message in choice.hushed:
+        _hush(message)
+    return choice
+
+
+def _hush(message: str) -> None:
+    """Ignores a deprecation that JAX announces; not in the backend, since JAX keeps what it has traced once."""
+    rule = ("ignore", message, DeprecationWarning)
+    known = ((action, getattr(pattern, "pattern", None), kind) for action, pattern, kind, *_ in warnings.filters)
+    if rule not in known:  # a new filter makes Python forget what it has shown once
+        warnings.filterwarnings(*rule)
 
 
 # Eager calls ask each time.
 @functools.lru_cache(maxsize=4096)
 def _decide(implementation: str | None, spec: Spec, operands: Any, return_lse: bool, device: Device) -> Choice:
     if implementation is not None:
-        backend = _find(implementation)
-        _check(backend, spec, operands, return_lse, device)
-        route = _route(backend, spec, operands, device)
-        return Choice(route, route)
-    able = supporting(spec, operands, return_lse, device)
-    if not able:
-        raise ValueError(_none_message(spec, operands, return_lse, device))
-    plain = _fastest("forward", able, spec, operands, device)
-    differentiable = tuple(backend for backend in able if backend.has_backward)
-    trained = _fastest("backward", differentiable, spec, operands, device) if differentiable else plain
-    return Choice(_route(plain, spec, operands, device), _route(trained, spec, operands, device))
+        plain = trained = _find(implementation)
+        _check(plain, spec, operands, return_lse, device)
+        able: tuple[Backend, ...] = (plain,)
+    else:
+        able = supporting(spec, operands, return_lse, device)
+        if not able:
+            raise ValueError(_none_message(spec, operands, return_lse, device))
+        plain = _fastest("forward", able, spec, operands, device)
+        trainable = tuple(each for each in able if training_refusal(each, spec, operands, device) is None)
+        trained = _fastest("backward", trainable or able, spec, operands, device)
+    hushed = tuple({each.hushes for each in (plain, trained) if each.hushes})
+    routes = [_route(each, spec, operands, return_lse, device) for each in (plain, trained)]
+    reason = training_refusal(trained, spec, operands, device)
+    if reason is not None:
+        routes[1] = replace(routes[1], function=_Refusal(f"implementation {trained.name!r} {reason}; name another."))
+    return Choice(*routes, hushed=hushed)
+
+
+@dataclass(frozen=True)
+class _Refusal:
+    """Stands in for a backend's function where a call may be made and not be differentiated."""
+
+    message: str
+
+    def __call__(self, spec: Spec, operands: Operands) -> Any:
+        raise ValueError(self.message)
 
 
 def supporting(spec: Spec, operands: Operands, return_lse: bool, device: Device) -> tuple[Backend, ...]:
@@ -171,6 +214,11 @@ def refusal(backend: Backend, spec: Spec, operands: Operands, return_lse: bool, 
     if missing:
         return f"has no {', no '.join(missing)}"
     return None if backend.limits is None else backend.limits(spec, operands, device)
+
+
+def training_refusal(backend: Backend, spec: Spec, operands: Operands, device: Device) -> str | None:
+    """Why a call that a backend can do cannot be differentiated with it; None if it can."""
+    return None if backend.backward_limits is None else backend.backward_limits(spec, operands, device)
 
 
 def _refuse_device(backend: Backend, device: Device) -> str | None:
@@ -246,6 +294,6 @@ def _fastest(walk: str, able: tuple[Backend, ...], spec: Spec, operands: Operand
     return next((by_name[name] for name in ranked if name in by_name), able[0])
 
 
-def _route(backend: Backend, spec: Spec, operands: Operands, device: Device) -> Route:
+def _route(backend: Backend, spec: Spec, operands: Operands, return_lse: bool, device: Device) -> Route:
     tiles = settle_tiles(backend.name, spec, operands, device.kind)
-    return Route(backend.load(), replace(spec, tiles=tiles))
+    return Route(backend.load(), replace(spec, tiles=tiles), return_lse)

@@ -19,7 +19,6 @@ def capability_table() -> str:
         "---": ["---" for _ in backends],
         "runs on": [_devices(backend) for backend in backends],
         "dtypes": [listed(backend.dtypes) for backend in backends],
-        "backward pass": [_yes_or_no(backend.has_backward) for backend in backends],
     }
     for feature in FEATURES:
         rows[feature] = [_yes_or_no(feature not in backend.lacks) for backend in backends]

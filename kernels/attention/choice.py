@@ -22,10 +22,12 @@ class Route:
 
     function: Attend
     spec: Spec
+    return_lse: bool
 
     def attend(self, operands: Operands) -> Attended:
-        """Output and log-sum-exp, differentiable as the backend is."""
-        return self.function(self.spec, operands)
+        """Output, and log-sum-exp or None, differentiable as the backend is."""
+        out, lse = self.function(self.spec, operands)
+        return out, lse if self.return_lse else None
 
 
 @dataclass(frozen=True)
@@ -34,9 +36,10 @@ class Choice:
 
     plain: Route
     trained: Route
+    hushed: tuple[str, ...] = ()  # warnings of JAX's that come with it
 
     def attend(self, operands: Operands) -> Attended:
-        """Output and log-sum-exp."""
+        """Output, and log-sum-exp or None."""
         if self.plain == self.trained:
             return self.plain.attend(operands)
         return _attend_apart(self, reverse_only(operands))

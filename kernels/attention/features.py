@@ -11,7 +11,7 @@ Asks = Callable[[Spec, Operands, bool], bool]
 FEATURES: dict[str, Asks] = {
     "causal": lambda spec, operands, return_lse: spec.causal,
     "window": lambda spec, operands, return_lse: spec.window != (None, None),
-    "window to the right": lambda spec, operands, return_lse: spec.window[1] is not None and not spec.causal,
+    "window past the query": lambda spec, operands, return_lse: spec.window != (None, None) and spec.right != 0,
     "q_offset": lambda spec, operands, return_lse: operands.q_offset is not None,
     "segment_ids": lambda spec, operands, return_lse: operands.q_segments is not None,
     "q_lengths": lambda spec, operands, return_lse: operands.q_lengths is not None,

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from .backends import Backend, supporting
+from .backends import Backend, supporting, training_refusal
 from .call import Operands, Spec, Tiles
 from .checks import check_arrays, read_call, read_flag, read_tiles, show
 from .device import Device, find_device
@@ -71,7 +71,8 @@ def flash_attention_space(q: Any, k: Any, v: Any, *, tune_pass: str = "forward",
     backends = [
         backend
         for backend in supporting(spec, operands, return_lse, device)
-        if implementation in (None, backend.name) and (tune_pass == "forward" or backend.has_backward)
+        if implementation in (None, backend.name)
+        and (tune_pass == "forward" or training_refusal(backend, spec, operands, device) is None)
     ]
     grids = [grid for backend in backends for grid in _grids(backend, tune_pass, spec, operands, device)]
     # A backend that is named, and runs here by interpreting or not at all, answers for itself.

@@ -5,8 +5,6 @@ The dialect announces its end in newer versions of JAX. Everything that knows of
 
 from __future__ import annotations
 
-import warnings
-
 from .. import differentiable
 from ..call import Array, Gradients, Operands, Saved, Spec
 from ..partition import Partitioned
@@ -34,7 +32,4 @@ _KERNELS = Partitioned(_Kernels())
 
 def attend(spec: Spec, operands: Operands) -> tuple[Array, Array]:
     """The `pallas_triton` backend of `flash_attention`."""
-    # JAX says at each lowering that the dialect will go. Whoever chose this backend, or was given it, can do
-    # nothing about it; with warnings as errors their program would stop.
-    warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
     return differentiable.attend(_KERNELS, spec, operands)

@@ -7,6 +7,7 @@ import pathlib
 import re
 import sys
 import types
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +21,7 @@ from tune_jax.kernels.attention import backends, tables
 from tune_jax.kernels.attention.backends import BACKENDS, Backend, choose, listed, refusal, supporting
 from tune_jax.kernels.attention.capabilities import capability_table
 from tune_jax.kernels.attention.checks import read_call
+from tune_jax.kernels.attention.choice import Choice, Route
 from tune_jax.kernels.attention.device import Device, find_device
 from tune_jax.kernels.attention.features import FEATURES, asked
 
@@ -31,13 +33,19 @@ BY_NAME = {backend.name: backend for backend in BACKENDS}
 
 
 def make(
-    q_length: int = 64, kv_length: int = 64, depth: int = 64, dtype: str = "bfloat16", kv_heads: int = 4, **call: Any
+    q_length: int = 64,
+    kv_length: int = 64,
+    depth: int = 64,
+    dtype: str = "bfloat16",
+    kv_heads: int = 4,
+    batch: int = 2,
+    **call: Any,
 ) -> tuple[Any, Any, bool]:
     """A checked call's parts; `v_depth` and `return_lse` may be among its arguments."""
     shapes = (
-        (2, q_length, 4, depth),
-        (2, kv_length, kv_heads, depth),
-        (2, kv_length, kv_heads, call.pop("v_depth", depth)),
+        (batch, q_length, 4, depth),
+        (batch, kv_length, kv_heads, depth),
+        (batch, kv_length, kv_heads, call.pop("v_depth", depth)),
     )
     return_lse = call.pop("return_lse", False)
     arrays = (jnp.zeros(shape, dtype) for shape in shapes)
@@ -89,7 +97,7 @@ def chosen(implementation: str | None = None, **call: Any) -> tuple[str, str]:
 FEATURE_CALLS: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
     "window": {"causal": True, "window": (3, None)},
-    "window to the right": {"window": (None, 3)},
+    "window past the query": {"window": (None, 3)},
     "q_offset": {"q_offset": 3},
     "segment_ids": {"segment_ids": (np.zeros((2, 64), int),) * 2},
     "q_lengths": {"q_lengths": np.array([3, 4])},
@@ -109,7 +117,7 @@ FEATURE_CALLS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("feature", FEATURES)
 def test_a_call_asks_for_what_it_names_and_nothing_else(feature: str) -> None:
     got = set(asked(*make(**FEATURE_CALLS[feature])))
-    implied = {"window": {"causal"}, "window to the right": {"window"}}.get(feature, set())
+    implied = {"window": {"causal"}, "window past the query": {"window"}}.get(feature, set())
     assert got == {feature} | implied
 
 
@@ -150,7 +158,14 @@ def test_cudnn_names_the_feature_that_it_lacks(feature: str) -> None:
         (H200, {"depth": 20}, "multiples of 8 up to 256, not 20"),
         (A100, {"depth": 136}, "multiples of 8 up to 128, not 136"),
         (H200, {"kv_length": 0}, "no arrays without elements"),
-        (H200, {"kv_length": 8, "causal": True, "window": (8, 0)}, "no zeros to queries whose window lies past"),
+        (H200, {"kv_length": 8, "causal": True, "window": (8, 0)}, "a window where there are more queries than keys"),
+        (H200, {"causal": True, "window": (8, 0), "kv_lengths": np.array([3, 4])}, "makes NaN of rows whose window"),
+        (H200, {"window": (8, None)}, "has no window past the query"),
+        (
+            H200,
+            {"batch": 70_000, "q_length": 2, "kv_length": 2, "depth": 8},
+            "takes batches and heads up to 65535, not 70000",
+        ),
         (H200, {"softcap": 1.0, "return_lse": True}, "has no softcap, no return_lse"),
     ],
 )
@@ -231,9 +246,46 @@ def test_what_cannot_be_differentiated_answers_plain_calls_only(
     on_device: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_device(H200)
-    quick = Backend("quick", platforms=("gpu",), has_backward=False)
+    quick = Backend("quick", platforms=("gpu",), backward_limits=lambda *_: "has no backward pass")
     monkeypatch.setattr(backends, "BACKENDS", (quick, *BACKENDS))
     assert chosen() == ("quick", "cudnn")
+
+
+@pytest.mark.usefixtures("no_modules")
+def test_cudnn_answers_odd_lengths_without_a_backward_pass(on_device: Any) -> None:
+    on_device(H200)
+    spec, operands, return_lse = make(q_length=33)
+    choice: Any = choose(None, spec, operands, return_lse)
+    assert (choice.plain.function, choice.trained.function) == ("cudnn", "pallas_triton")
+    named: Any = choose("cudnn", spec, operands, return_lse)
+    assert named.plain.function == "cudnn"
+    with pytest.raises(ValueError, match=r"'cudnn' has a backward pass for even lengths only, not for 33 queries"):
+        named.trained.attend(operands)
+
+
+@pytest.mark.usefixtures("no_modules")
+def test_a_log_sum_exp_that_nobody_asks_for_is_dropped() -> None:
+    q = jnp.ones((1, 8, 2, 16))
+    spec, operands = read_call(q, q, q)
+    plain, trained = (Route(lambda *_, lse=lse: (q, lse), spec, False) for lse in (None, q[..., 0]))
+    out = jax.vjp(Choice(plain, trained).attend, operands)[0]
+    assert out[1] is None
+
+
+@pytest.mark.usefixtures("no_modules")
+def test_a_warning_that_comes_with_a_backend_is_hushed_at_each_call_once(on_device: Any) -> None:
+    on_device(H200)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        before = len(warnings.filters)
+        choose("cudnn", *make())
+        assert len(warnings.filters) == before
+        for _ in range(2):
+            choose("pallas_triton", *make())
+        assert len(warnings.filters) == before + 1
+        warnings.warn("The Pallas Triton backend is deprecated and more", DeprecationWarning, stacklevel=1)
+        with pytest.raises(DeprecationWarning):
+            warnings.warn("another", DeprecationWarning, stacklevel=1)
 
 
 @pytest.mark.usefixtures("no_modules")

@@ -1,4 +1,4 @@
-"""The way to cuDNN: what is refused, what is handed on, and what is selected before and after."""
+"""The way to cuDNN: what is handed on, and what is selected before and after."""
 
 from __future__ import annotations
 
@@ -24,79 +24,6 @@ LENGTHS = {
 
 def attention(q: Any, k: Any, v: Any, **call: Any) -> Any:
     return cudnn.attend(*read_call(q, k, v, **call))[0]
-
-
-def refusal(
-    shape: Any, dtype: str = "bfloat16", return_lse: bool = False, widest: int = 256, **call: Any
-) -> str | None:
-    arrays = (jnp.zeros(x, dtype) for x in (shape.q, shape.k, shape.v))
-    return cudnn.refusal(*read_call(*arrays, **call), return_lse=return_lse, widest_head=widest)
-
-
-# Rules
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        {},
-        {"causal": True},
-        {"causal": True, "window": (3, None)},
-        {"window": (3, 0)},
-        {"window": (None, 0)},
-        {"causal": True, "window": (None, 5)},
-        {"scale": 0.3},
-        {"dtype": "float16"},
-        {"q_lengths": np.array([1, 2]), "kv_lengths": np.array([1, 2]), "causal": True},
-    ],
-    ids=str,
-)
-def test_takes(oracle: Any, call: dict[str, Any]) -> None:
-    assert refusal(oracle.Shape(8, 12, heads=4), **call) is None
-
-
-@pytest.mark.parametrize(
-    ("call", "reason"),
-    [
-        ({"return_lse": True}, "log-sum-exp"),
-        ({"deterministic": True}, "repeats bit for bit"),
-        ({"scale": np.array(1.0)}, "array as scale"),
-        ({"softcap": 3.0}, "softcap"),
-        ({"sinks": np.ones(2, np.float32)}, "sinks"),
-        ({"segment_ids": (np.ones((2, 8), int), np.ones((2, 12), int))}, "segment_ids"),
-        ({"q_offset": 1}, "q_offset"),
-        ({"mask": np.ones((8, 12), bool)}, "mask"),
-        ({"bias": np.ones((8, 12), np.float32)}, "bias"),
-        ({"window": (None, 1)}, "window to the right"),
-        ({"window": (2, 1)}, "window to the right"),
-        ({"window": (2, None)}, "only where the call is causal"),
-        ({"window": (2, 0), "kv_lengths": np.ones(2, int)}, "past the last key"),
-        ({"dtype": "float32"}, "bfloat16 and float16"),
-        ({"widest": 8}, "multiple of 8 up to 8, not 16"),
-    ],
-    ids=str,
-)
-def test_refuses(oracle: Any, call: dict[str, Any], reason: str) -> None:
-    assert reason in str(refusal(oracle.Shape(8, 12), **call))
-
-
-@pytest.mark.parametrize(
-    ("sizes", "call", "reason"),
-    [
-        ({"depth": 12}, {}, "multiple of 8 up to 256, not 12"),
-        ({"depth": 16, "v_depth": 8}, {}, "16 for keys and 8 for values"),
-        ({"kv_length": 0}, {}, "without elements"),
-        ({"q_length": 20, "kv_length": 12}, {"window": (7, 0)}, "past the last key"),
-    ],
-    ids=str,
-)
-def test_refuses_shapes(oracle: Any, sizes: dict[str, Any], call: dict[str, Any], reason: str) -> None:
-    shape = oracle.Shape(**{"q_length": 8, "kv_length": 12} | sizes)
-    assert reason in str(refusal(shape, **call))
-
-
-def test_a_window_that_reaches_the_last_key_from_the_last_query_is_taken(oracle: Any) -> None:
-    assert refusal(oracle.Shape(20, 12), window=(8, 0)) is None
 
 
 # What is handed on, and what is made of it
@@ -210,7 +137,7 @@ def test_agrees_with_the_reference(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("q_length", "kv_length"), [(64, 64), (64, 96), (96, 80)])
+@pytest.mark.parametrize(("q_length", "kv_length"), [(64, 64), (64, 96)])
 def test_windows_agree_with_the_reference(oracle: Any, q_length: int, kv_length: int) -> None:
     q, k, v = oracle.inputs(oracle.Shape(q_length, kv_length, depth=64), "bfloat16")
     got = attention(q, k, v, window=(20, 0)).astype(jnp.float32)
