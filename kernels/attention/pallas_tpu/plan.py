@@ -50,6 +50,15 @@ class Plan:
         return (self.block_q, self.block_k) if self.query_axis == 0 else (self.block_k, self.block_q)
 
     @property
+    def pads_q(self) -> bool:
+        """Whether the last block of queries holds more than there are.
+
+        That alone is no reason for a mask: such queries are zero, their log-sum-exp +inf. Where there is a mask
+        they must not count, for then they may see keys that no query of the call does, whatever those hold.
+        """
+        return self.q_length % self.block_q > 0
+
+    @property
     def limits_positions(self) -> bool:
         """Whether causal or window rule out pairs."""
         return self.spec.left is not None or self.spec.right is not None
@@ -106,7 +115,6 @@ def _plan(spec: Spec, operands: Operands, walk: str, q_step: int, query_axis: in
         group=operands.group,
         query_axis=query_axis,
         per_batch=any(array is not None for array in by_row),
-        # Queries that pad the last block need no mask: they are zero, their log-sum-exp +inf.
         ragged_q=operands.q_lengths is not None,
         ragged_k=operands.kv_lengths is not None or kv_length % block_k > 0,
         always_masked=operands.q_segments is not None or operands.mask is not None,

@@ -52,7 +52,7 @@ def visible_pairs(plan: Plan, scalars: Scalars, inputs: Inputs, place: Place) ->
     columns = place.k_block * plan.block_k + lax.broadcasted_iota(jnp.int32, plan.tile, 1 - plan.query_axis)
     by_position = sees_by_position(plan.spec, rows, columns, scalars.offset[batch])
     terms = [] if by_position is None else [by_position]
-    if plan.ragged_q:
+    if plan.ragged_q or plan.pads_q:
         terms.append(rows < scalars.q_length[batch])
     if plan.ragged_k:
         terms.append(columns < scalars.kv_length[batch])

@@ -129,6 +129,19 @@ def test_what_nobody_sees_does_not_matter(check: Any, compute: Any) -> None:
         assert np.array_equal(dirty[name], value), name
 
 
+@pytest.mark.parametrize("hides", ["positions", "segments"])
+def test_queries_that_pad_a_block_see_nothing(compute: Any, hides: str) -> None:
+    # The 20 queries see the keys up to 49; the block has 32 rows, and segment ids are padded with 0.
+    ids = jnp.ones((BATCH, 20), jnp.int32), jnp.broadcast_to(jnp.int32(jnp.arange(100) < 50), (BATCH, 100))
+    options = {"positions": {"causal": True, "q_offset": 30}, "segments": {"segment_ids": ids}}[hides]
+    spec, operands = call(20, 100, bias=normal(1, HEADS, 1, 100), **options)
+    clean = compute(pallas_tpu.attend, spec, operands)
+    k, v = operands.k.at[:, 50:].set(jnp.nan), operands.v.at[:, 50:].set(jnp.nan)
+    dirty = compute(pallas_tpu.attend, spec, operands._replace(k=k, v=v, bias=operands.bias.at[..., 50:].set(jnp.nan)))
+    for name, value in clean.items():
+        assert np.array_equal(dirty[name], value), name
+
+
 def test_repeats_bit_for_bit(compute: Any) -> None:
     spec, operands = positioned([0, 30], [150, 90], [300, 150])
     first, second = (compute(pallas_tpu.attend, spec, operands) for _ in range(2))
