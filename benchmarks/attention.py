@@ -2,6 +2,7 @@
 
     python benchmarks/attention.py --out attention.json
     python benchmarks/attention.py --rows "training.*D128" --minutes 5
+    python benchmarks/attention.py --defaults                    # without the grids
     JAX_PLATFORMS=cpu python benchmarks/attention.py --quick     # a smoke test
 
 Rows are forward passes, forward and backward passes together ("training"), and decoding with one query. In each,
@@ -100,7 +101,7 @@ def main() -> None:
         if time.monotonic() - started > options.minutes * 60:
             print(f"{options.minutes:g} minutes are over", flush=True)
             break
-        reports.append(_run(row, known))
+        reports.append(_run(row, known, options.defaults))
         _print_row(row, reports[-1], time.monotonic() - started)
         write_report(options.out, {"host": describe_host(), "device": jax.devices()[0].device_kind, "rows": reports})
     _print_verdicts(reports)
@@ -112,6 +113,7 @@ def _read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="", help="a pattern; rows whose label it is found in")
     parser.add_argument("--quick", action="store_true", help="tiny rows, also without a GPU")
+    parser.add_argument("--defaults", action="store_true", help="leave out the grids, and with them jax_triton")
     parser.add_argument("--minutes", type=float, default=60, help="after these, no further row is begun")
     parser.add_argument("--out", help="file for the full numbers, as JSON")
     return parser.parse_args()
@@ -204,9 +206,9 @@ def _jax_attention(masks: Mapping[str, Any], implementation: str, q: Any, k: Any
 # A row
 
 
-def _run(row: Row, known: dict[Any, Setting]) -> dict[str, Any]:
+def _run(row: Row, known: dict[Any, Setting], defaults: bool) -> dict[str, Any]:
     """Times all and checks the best of each name; `known` takes the best settings of forward passes."""
-    programs = _programs(row, known)
+    programs = {label: program for label, program in _programs(row, known).items() if not (defaults and program[1])}
     arrays = jax.block_until_ready(row.shape.draw())
     timed, failures = _time({label: _whole(row, program) for label, (program, _) in programs.items()}, arrays)
     best: dict[str, str] = {}
