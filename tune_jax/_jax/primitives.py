@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -94,7 +95,20 @@ def lower_inline(context: Any, function: Callable[..., Sequence[Any]], args: Seq
         jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, wanted, instantiate=True)
         return _core.eval_jaxpr(jaxpr, closed.consts, *values)
 
-    return mlir.lower_fun(needed, multiple_results=True)(context, *args)
+    return mlir.lower_fun(needed, multiple_results=True)(_with_devices(context), *args)
+
+
+def _with_devices(context: Any) -> Any:
+    """The context with the devices that JAX leaves out unless it sees an equation that asks for them.
+
+    What is lowered in place of one of our primitives may ask: callbacks and `custom_partitioning` do.
+    """
+    axes = context.module_context.axis_context
+    devices = lowering_devices(context)
+    if not devices or getattr(axes, "device_assignment", devices) is not None:
+        return context
+    axes = dataclasses.replace(axes, device_assignment=devices, abstract_mesh=_mesh_of_caller())
+    return context.replace(module_context=context.module_context.replace(axis_context=axes))
 
 
 def lowering_platforms(context: Any) -> tuple[str, ...]:
@@ -108,11 +122,20 @@ def lowering_devices(context: Any) -> tuple[jax.Device, ...]:
     mesh = getattr(axes, "mesh", None)
     if isinstance(mesh, jax.sharding.Mesh):
         return tuple(mesh.devices.flat)
-    return tuple(getattr(axes, "device_assignment", None) or _devices_of_caller())
+    return tuple(getattr(axes, "device_assignment", None) or _variables_of_caller().get("device_assignment") or ())
 
 
-def _devices_of_caller() -> Sequence[jax.Device]:
-    """The devices that JAX lowers a program for.
+def _mesh_of_caller() -> jax.sharding.AbstractMesh | None:
+    """The mesh of the shardings that JAX lowers a program with, None where they have none in common."""
+    variables = _variables_of_caller()
+    names = ("unique_in_shardings", "unique_out_shardings", "unique_intermediate_shardings")
+    shardings = (each for name in names for each in variables.get(name, ()))
+    meshes = {each.mesh.abstract_mesh for each in shardings if isinstance(each, jax.NamedSharding)}
+    return meshes.pop() if len(meshes) == 1 else None
+
+
+def _variables_of_caller() -> Mapping[str, Any]:
+    """What JAX knows of the devices that it lowers a program for.
 
     It tells rules only of how many there are, since it then lowers once for several; the function that does it knows.
     To mark a primitive as one that needs devices would tell its rule, but refuses programs over two meshes, and over
@@ -121,6 +144,6 @@ def _devices_of_caller() -> Sequence[jax.Device]:
     frame = inspect.currentframe()
     while frame is not None:
         if frame.f_code.co_name == "lower_sharding_computation":
-            return frame.f_locals.get("device_assignment") or ()
+            return frame.f_locals
         frame = frame.f_back
-    return ()
+    return {}
