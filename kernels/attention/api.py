@@ -84,9 +84,10 @@ def flash_attention(
         implementation: the backend, "cudnn", "pallas_tpu", "pallas_triton" or "xla"; if None, the one that is
             known or expected to be the fastest of those that can do what is asked on this device. A call that
             is differentiated may then get another one than the same call without.
-        block_q: queries a block, a positive whole number, also one that does not divide Tq. All
-            hyperparameters change speed and memory, not the result; where none of a pass is given, they come
-            from the tuned table of this device or from the backend.
+        block_q: queries a block of the forward pass, a positive whole number, also one that does not divide Tq.
+            With "xla" it holds for the backward pass too, and with "pallas_tpu" where that is given nothing
+            else. All hyperparameters change speed and memory, not the result; those that are not given come
+            from the tuned table of this device, if none of their pass is given, or from the backend.
         block_k: keys a block, likewise.
         num_warps: warps a block, of the backends on GPUs.
         num_stages: loads under way at a time, of the backends on GPUs.
@@ -94,7 +95,7 @@ def flash_attention(
         block_k_dkv: keys a block there.
         num_warps_dkv: warps a block there.
         num_stages_dkv: loads under way there.
-        block_q_dq: queries a block where the backward pass computes the gradient of queries.
+        block_q_dq: queries a block where the backward pass computes the gradients of queries and of a bias.
         block_k_dq: keys a block there.
         num_warps_dq: warps a block there.
         num_stages_dq: loads under way there.
@@ -109,7 +110,7 @@ def flash_attention(
             asked or does not take a hyperparameter that is given, a hyperparameter that is not a positive
             whole number.
         TypeError: a dtype other than the three, dtypes that differ, flags that are not bools, a `scale` that
-            is not a real scalar; forward-mode differentiation (from JAX).
+            is not a real scalar; forward-mode differentiation, which `reference_attention` has.
         NotImplementedError: second derivatives; `reference_attention` has them.
 
     Example:

@@ -15,9 +15,10 @@ Array = jax.Array
 class Tiles:
     """The hyperparameters of a call; None leaves a choice to the backend.
 
-    `block_q` and `block_k` are the queries and keys a block of the forward pass, and of the backward pass
-    where nothing else is said. A backward pass in two walks has tiles for each: `_dkv` for the gradients of
-    keys and values, `_dq` for that of queries.
+    Names without a suffix are for the forward pass. A backward pass in two walks has tiles for each: `_dkv` for
+    the gradients of keys and values, `_dq` for those of queries and of a bias. Where these are None,
+    `pallas_triton` has defaults of its own, whatever the forward pass is given; `pallas_tpu` takes `block_q` and
+    `block_k` if they are given, else its defaults. `xla` has `block_q` and `block_k` only, for both passes.
     """
 
     block_q: int | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import pathlib
 import re
 import sys
@@ -19,6 +20,7 @@ import pytest
 from tune_jax.kernels import flash_attention
 from tune_jax.kernels.attention import backends, tables
 from tune_jax.kernels.attention.backends import BACKENDS, Backend, choose, listed, refusal, supporting
+from tune_jax.kernels.attention.call import Operands, Tiles
 from tune_jax.kernels.attention.capabilities import capability_table
 from tune_jax.kernels.attention.checks import read_call
 from tune_jax.kernels.attention.choice import Choice, Route
@@ -453,6 +455,31 @@ def test_two_routes_work_under_vmap(two_backends: list[str]) -> None:
     out, grads = jax.vmap(jax.value_and_grad(lambda q: flash_attention(q, Q, Q).mean()))(many)
     np.testing.assert_allclose(out, [3, 4])
     np.testing.assert_allclose(grads, 1 / Q.size)
+
+
+# Tiles
+
+
+def backward_program(name: str, tiles: Tiles) -> str:
+    """What differentiation adds to a forward pass, traced."""
+    spec, operands, _ = make(600, 600, tiles=tiles)
+    arrays = operands.q, operands.k, operands.v
+    kernels = importlib.import_module(f"tune_jax.kernels.attention.{name}")
+    _, pull_back = jax.eval_shape(lambda *qkv: jax.vjp(lambda *x: kernels.attend(spec, Operands(*x))[0], *qkv), *arrays)
+    program = str(jax.make_jaxpr(lambda pull_back, dout: pull_back(dout))(pull_back, arrays[0]))
+    # Parameters of the program name the tiles that were asked for.
+    return re.sub(r"Tiles\([^)]*\)", "", program)
+
+
+@pytest.mark.parametrize(("name", "is_shared"), [("xla", True), ("pallas_tpu", True), ("pallas_triton", False)])
+def test_which_backward_passes_take_the_blocks_of_the_forward_pass(name: str, is_shared: bool) -> None:
+    assert (backward_program(name, Tiles(block_q=128)) != backward_program(name, Tiles())) == is_shared
+
+
+@pytest.mark.parametrize("name", ["pallas_tpu", "pallas_triton"])
+def test_blocks_of_the_backward_passes_own_come_first(name: str) -> None:
+    own = Tiles(block_q_dkv=256, block_q_dq=256)
+    assert backward_program(name, dataclasses.replace(own, block_q=128)) == backward_program(name, own)
 
 
 # The docs
