@@ -19,6 +19,8 @@ DIFFERENTIABLE = ("bias", "sinks")
 INTERPRETED = ["xla", "pallas_triton", "pallas_tpu"]
 ON_GPU = [pytest.param(name, marks=gpu, id=f"{name}-gpu") for name in ("xla", "pallas_triton", "cudnn")]
 EVERYWHERE = [*INTERPRETED, *ON_GPU]
+# Interpreting costs a long compilation: what a backend's own tests cover is not repeated here.
+ONE_INTERPRETED = ["xla", "pallas_triton", *ON_GPU]
 XLA_AND_GPU = ["xla", *ON_GPU]
 
 
@@ -102,10 +104,9 @@ def test_lengths_that_no_block_divides(
     check(backend, oracle.Shape(length, length), dtype, causal=causal, block_q=block_q, block_k=block_k)
 
 
-@pytest.mark.parametrize("length", [7, 129])
 @pytest.mark.parametrize("backend", INTERPRETED[1:])
-def test_interpreted_lengths_that_no_block_divides(check: Any, oracle: Any, backend: str, length: int) -> None:
-    check(backend, oracle.Shape(length, length, batch=1, heads=1, kv_heads=1), causal=True, block_q=64, block_k=32)
+def test_interpreted_length_that_no_block_divides(check: Any, oracle: Any, backend: str) -> None:
+    check(backend, oracle.Shape(129, 129, batch=1, heads=1, kv_heads=1), causal=True, block_q=64, block_k=32)
 
 
 @gpu
@@ -120,7 +121,7 @@ def test_twenty_calls_are_equal_bit_for_bit(oracle: Any, both_passes: Any, backe
 
 
 @pytest.mark.parametrize("lengths", [(64, 32), (40, 16)])
-@pytest.mark.parametrize("backend", EVERYWHERE)
+@pytest.mark.parametrize("backend", ONE_INTERPRETED)
 def test_causal_rows_past_the_last_key_see_all_of_them(
     check: Any, oracle: Any, backend: str, lengths: tuple[int, int]
 ) -> None:
@@ -130,7 +131,7 @@ def test_causal_rows_past_the_last_key_see_all_of_them(
     assert np.isfinite(np.asarray(out, np.float32)).all()
 
 
-@pytest.mark.parametrize("backend", EVERYWHERE)
+@pytest.mark.parametrize("backend", ONE_INTERPRETED)
 def test_rows_before_the_first_key_are_zero(check: Any, oracle: Any, backend: str) -> None:
     shape = oracle.Shape(64, 32)
     got = check(backend, shape, causal=True, q_offset=np.array([-32, -32]), block_q=16, block_k=16)
@@ -150,10 +151,9 @@ def test_head_dims(check: Any, oracle: Any, backend: str, depth: int, v_depth: i
     check(backend, oracle.Shape(40, 40, batch=1, depth=depth, v_depth=v_depth), causal=True, block_q=16, block_k=32)
 
 
-@pytest.mark.parametrize(("depth", "v_depth"), [(40, 24), (136, 192)])
 @pytest.mark.parametrize("backend", INTERPRETED[1:])
-def test_interpreted_head_dims(check: Any, oracle: Any, backend: str, depth: int, v_depth: int) -> None:
-    shape = oracle.Shape(20, 20, batch=1, heads=1, kv_heads=1, depth=depth, v_depth=v_depth)
+def test_interpreted_head_dims(check: Any, oracle: Any, backend: str) -> None:
+    shape = oracle.Shape(20, 20, batch=1, heads=1, kv_heads=1, depth=136, v_depth=192)
     check(backend, shape, causal=True, block_q=16, block_k=16)
 
 
@@ -179,7 +179,7 @@ def test_large_logits(oracle: Any, both_passes: Any, backend: str, case: str) ->
     oracle.check_forward(out, q, k, v, causal=True, scale=1.0, tolerance=2e-2)
 
 
-@pytest.mark.parametrize("backend", ["xla", "pallas_triton", *ON_GPU])
+@pytest.mark.parametrize("backend", XLA_AND_GPU)
 def test_float16_products_beyond_its_range(oracle: Any, both_passes: Any, backend: str) -> None:
     ones = jnp.full((1, 33, 2, 64), 300, jnp.float16)
     v = oracle.inputs(oracle.Shape(33, 33, batch=1, depth=64), "float16")[2]
@@ -227,7 +227,7 @@ def test_arrays_of_more_than_2_to_the_31_elements(oracle: Any, backend: str) -> 
 # Segments, masks and causal together (C47)
 
 
-@pytest.mark.parametrize("backend", EVERYWHERE)
+@pytest.mark.parametrize("backend", ONE_INTERPRETED)
 def test_a_row_whose_segment_has_no_key_is_zero(check: Any, oracle: Any, backend: str) -> None:
     ids = np.array([[0, 0, 1, 1, 9]] * 2), np.array([[0, 0, 1, 1, 1]] * 2)
     got = check(backend, oracle.Shape(5, 5), segment_ids=ids)
@@ -265,7 +265,7 @@ def test_every_mask_holds(oracle: Any, both_passes: Any, check: Any, masked: dic
 # Other faults that users reported of kernels like these
 
 
-@pytest.mark.parametrize("backend", EVERYWHERE)
+@pytest.mark.parametrize("backend", ONE_INTERPRETED)
 def test_a_window_to_the_left_sees_nothing_ahead(oracle: Any, both_passes: Any, check: Any, backend: str) -> None:
     shape, static = oracle.Shape(40, 40), {"window": (7, 0), "block_q": 16, "block_k": 16}
     out = check(backend, shape, **static)["out"]
@@ -276,34 +276,32 @@ def test_a_window_to_the_left_sees_nothing_ahead(oracle: Any, both_passes: Any, 
     assert not np.array_equal(out[:, 20:], changed[:, 20:])
 
 
-@pytest.mark.parametrize("backend", EVERYWHERE)
+@pytest.mark.parametrize("backend", XLA_AND_GPU)
 def test_a_window_counts_without_any_other_mask(check: Any, oracle: Any, backend: str) -> None:
     check(backend, oracle.Shape(40, 40), window=(3, 5), block_q=16, block_k=16)
 
 
 @pytest.mark.parametrize("axes", [(1, 2, 40, 40), (2, 1, 40, 1), (1, 1, 1, 40)])
-@pytest.mark.parametrize("backend", EVERYWHERE)
+@pytest.mark.parametrize("backend", XLA_AND_GPU)
 def test_the_gradient_of_a_bias_is_summed_over_the_batch(
     check: Any, oracle: Any, backend: str, axes: tuple[int, ...]
 ) -> None:
-    if axes != (1, 2, 40, 40) and backend in INTERPRETED[1:] and jax.default_backend() == "cpu":
-        pytest.skip("one bias is enough to interpret")
     bias = np.random.default_rng(0).standard_normal(axes, np.float32)
     check(backend, oracle.Shape(40, 40, batch=3 if axes[0] == 1 else 2), bias=bias, block_q=16, block_k=16)
 
 
-@pytest.mark.parametrize("backend", EVERYWHERE)
+@pytest.mark.parametrize("backend", ONE_INTERPRETED)
 def test_masks_at_64_past_a_multiple_of_128(check: Any, oracle: Any, backend: str) -> None:
     mask = np.random.default_rng(0).random((1, 1, 192, 192)) < 0.5
     check(backend, oracle.Shape(192, 192, batch=1, heads=1, kv_heads=1), mask=mask, block_q=128, block_k=128)
 
 
-@pytest.mark.parametrize("backend", EVERYWHERE)
+@pytest.mark.parametrize("backend", ONE_INTERPRETED)
 def test_the_backward_pass_reads_nothing_past_the_end(check: Any, oracle: Any, backend: str) -> None:
     check(backend, oracle.Shape(17, 35, heads=3, kv_heads=1, depth=24), causal=False, block_q=16, block_k=32)
 
 
-@pytest.mark.parametrize("backend", EVERYWHERE)
+@pytest.mark.parametrize("backend", XLA_AND_GPU)
 def test_x64_traces_and_changes_nothing(oracle: Any, backend: str) -> None:
     dtype = "bfloat16" if backend == "cudnn" else "float32"
     q, k, v = oracle.inputs(oracle.Shape(33, 33), dtype)
