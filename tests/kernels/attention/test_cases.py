@@ -104,9 +104,8 @@ def test_lengths_that_no_block_divides(
     check(backend, oracle.Shape(length, length), dtype, causal=causal, block_q=block_q, block_k=block_k)
 
 
-@pytest.mark.parametrize("backend", INTERPRETED[1:])
-def test_interpreted_length_that_no_block_divides(check: Any, oracle: Any, backend: str) -> None:
-    check(backend, oracle.Shape(129, 129, batch=1, heads=1, kv_heads=1), causal=True, block_q=64, block_k=32)
+def test_interpreted_length_that_no_block_divides(check: Any, oracle: Any) -> None:
+    check("pallas_triton", oracle.Shape(129, 129, batch=1, heads=1, kv_heads=1), causal=True, block_q=64, block_k=32)
 
 
 @gpu
@@ -193,7 +192,8 @@ def test_float16_products_beyond_its_range(oracle: Any, both_passes: Any, backen
 @pytest.mark.parametrize(("batch", "heads"), [(70_000, 1), pytest.param(1, 70_000, marks=gpu)])
 @pytest.mark.parametrize("backend", XLA_AND_GPU)
 def test_batches_and_heads_past_65535(oracle: Any, backend: str, batch: int, heads: int) -> None:
-    shape = oracle.Shape(16, 16, batch, heads, heads, 16)
+    length = 4 if jax.default_backend() == "cpu" else 16
+    shape = oracle.Shape(length, length, batch, heads, heads, 16)
     dtype = "bfloat16" if backend == "cudnn" else "float32"
     q, k, v = oracle.inputs(shape, dtype)
 
@@ -296,7 +296,7 @@ def test_masks_at_64_past_a_multiple_of_128(check: Any, oracle: Any, backend: st
     check(backend, oracle.Shape(192, 192, batch=1, heads=1, kv_heads=1), mask=mask, block_q=128, block_k=128)
 
 
-@pytest.mark.parametrize("backend", ONE_INTERPRETED)
+@pytest.mark.parametrize("backend", XLA_AND_GPU)
 def test_the_backward_pass_reads_nothing_past_the_end(check: Any, oracle: Any, backend: str) -> None:
     check(backend, oracle.Shape(17, 35, heads=3, kv_heads=1, depth=24), causal=False, block_q=16, block_k=32)
 

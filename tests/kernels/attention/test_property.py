@@ -238,7 +238,7 @@ SETTINGS = [
 ]
 
 
-LEFT_OUT = {"pallas_triton": ("causal",), "pallas_tpu": ("causal", "window", "segments")}
+LEFT_OUT = {"pallas_triton": ("causal", "segments"), "pallas_tpu": ("causal", "window", "segments", "pairs")}
 
 
 def named(setting: Setting) -> str:
