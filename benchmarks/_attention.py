@@ -79,10 +79,11 @@ def expect_rows(shape: Shape, arrays: Arrays, *, of_gradient: bool) -> jax.Array
     q, k, v, dout = (x.astype(jnp.float32) for x in arrays)
     rows = _rows(shape)
     first = jnp.arange(shape.q_length)[rows]
-    plain = jax.jit(lambda part: _plain_rows(part, k[-1], v[-1], first, shape))
+    # All arrays are arguments: XLA would work on constants while it compiles.
+    plain = jax.jit(lambda part, k, v: _plain_rows(part, k, v, first, shape))
     if not of_gradient:
-        return plain(q[-1, rows])
-    return jax.vjp(plain, q[-1, rows])[1](dout[-1, rows])[0]
+        return plain(q[-1, rows], k[-1], v[-1])
+    return jax.vjp(plain, q[-1, rows], k[-1], v[-1])[1](dout[-1, rows])[0]
 
 
 def rows_of(shape: Shape, array: jax.Array) -> jax.Array:

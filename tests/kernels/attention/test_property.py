@@ -179,11 +179,12 @@ def both_passes(backend: str, setting: Setting) -> Any:
     return run
 
 
-def check(oracle: Any, run: Any, setting: Setting, drawn: Draw) -> None:
+def check(oracle: Any, run: Any, setting: Setting, drawn: Draw, leeway: float = 1) -> None:
     arrays, call = draw_call(oracle, setting, drawn)
     got = run(arrays, call)
     dlse = arrays["dlse"] if setting.return_lse else None
-    oracle.check(got, *(arrays[name] for name in ("q", "k", "v", "dout")), dlse, **setting.static, **call)
+    inputs = (arrays[name] for name in ("q", "k", "v", "dout"))
+    oracle.check(got, *inputs, dlse, leeway=leeway, **setting.static, **call)
 
 
 # Interpreted and by XLA, on the CPU
@@ -321,7 +322,7 @@ GPU_SETTINGS = [
 
 CUDNN_SETTINGS = [
     Setting("full", (192, 256), heads=(4, 2), depths=(64, 64), dtype="bfloat16", return_lse=False),
-    Setting("causal", (257, 257), depths=(128, 128), dtype="float16", causal=True, return_lse=False),
+    Setting("causal", (258, 258), depths=(128, 128), dtype="float16", causal=True, return_lse=False),
     Setting("window", (200, 200), depths=(64, 64), dtype="bfloat16", window=(70, 0), return_lse=False),
 ]
 
@@ -341,7 +342,8 @@ def test_draws_on_the_gpu(oracle: Any, backend: str, setting: Setting, data: Any
 @settings(max_examples=100)
 @given(data=st.data())
 def test_draws_with_cudnn(oracle: Any, setting: Setting, data: Any) -> None:
-    check(oracle, compile_for_the_gpu("cudnn", setting), setting, data.draw(draws(setting)))
+    # Its rounding is its own affair: more is granted than to our backends.
+    check(oracle, compile_for_the_gpu("cudnn", setting), setting, data.draw(draws(setting)), leeway=2)
 
 
 @functools.cache
