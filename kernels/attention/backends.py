@@ -73,7 +73,7 @@ def _cudnn_limits(spec: Spec, operands: Operands, device: Device) -> str | None:
     if max(batch, heads) > _CUDA_GRID:
         return f"takes batches and heads up to {_CUDA_GRID}, not {max(batch, heads)}"
     if spec.left is not None and q_length > kv_length:
-        return "goes wrong with a window where there are more queries than keys"
+        return f"takes a window only with no more queries than keys, not {q_length} and {kv_length}"
     if spec.left is not None and (operands.q_lengths is not None or operands.kv_lengths is not None):
         return "makes NaN of rows whose window lies past the last key, as lengths may have them"
     return None
