@@ -95,7 +95,11 @@ def lower_inline(context: Any, function: Callable[..., Sequence[Any]], args: Seq
         jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, wanted, instantiate=True)
         return _core.eval_jaxpr(jaxpr, closed.consts, *values)
 
-    return mlir.lower_fun(needed, multiple_results=True)(_with_devices(context), *args)
+    within = _with_devices(context)
+    results = mlir.lower_fun(needed, multiple_results=True)(within, *args)
+    if within.tokens_out is not None and within is not context:
+        context.set_tokens_out(within.tokens_out)
+    return results
 
 
 def _with_devices(context: Any) -> Any:

@@ -163,7 +163,7 @@ def test_cudnn_names_the_feature_that_it_lacks(feature: str) -> None:
         (
             H200,
             {"kv_length": 8, "causal": True, "window": (8, 0)},
-            "a window only with no more queries than keys, not 64 and 8",
+            "no more queries than keys, not 64 and 8",
         ),
         (H200, {"causal": True, "window": (8, 0), "kv_lengths": np.array([3, 4])}, "makes NaN of rows whose window"),
         (H200, {"window": (8, None)}, "has no window past the query"),
