@@ -145,6 +145,8 @@ def choose(implementation: str | None, spec: Spec, operands: Operands, return_ls
     Without a name, a plain call and one that is differentiated each get the first backend that can do it out of
     the tuned table's nearest entry, fastest first, and then out of `BACKENDS`.
     """
+    if implementation is not None and not isinstance(implementation, str):
+        raise _unknown(implementation)  # what cannot be hashed would not get as far
     device = find_device(operands.q, operands.k, operands.v)
     abstract: Any = (None if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands)
     choice = _decide(implementation, spec, Operands(*abstract), return_lse, device)
@@ -255,8 +257,14 @@ def _find(name: str) -> Backend:
     for backend in BACKENDS:
         if backend.name == name:
             return backend
+    raise _unknown(name)
+
+
+def _unknown(implementation: object) -> ValueError:
     available = ", ".join(repr(each) for each in IMPLEMENTATIONS)
-    raise ValueError(f"implementation {name!r} is unknown; available: {available}, or None for the best one.")
+    return ValueError(
+        f"implementation {implementation!r} is unknown; available: {available}, or None for the best one."
+    )
 
 
 def _check(backend: Backend, spec: Spec, operands: Operands, return_lse: bool, device: Device) -> None:

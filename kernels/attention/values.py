@@ -54,7 +54,9 @@ def read_integers(name: str, value: Any, shapes: tuple[tuple[int, ...], ...], wa
 
 def _saturate(value: Any) -> Any:
     # JAX would wrap these around.
-    if is_whole_number(value) or (isinstance(value, np.ndarray) and np.issubdtype(value.dtype, np.integer)):
+    if is_whole_number(value):
+        return np.int32(min(max(int(value), _INT32.min), _INT32.max))
+    if isinstance(value, np.ndarray) and np.issubdtype(value.dtype, np.integer):
         return np.clip(value, _INT32.min, _INT32.max).astype(np.int32)
     return value
 

@@ -360,9 +360,10 @@ def test_where_none_can_each_says_why(on_device: Any) -> None:
     )
 
 
-def test_unknown_implementation_names_those_there_are() -> None:
+@pytest.mark.parametrize("name", ["tirton", ["xla"], 3])
+def test_unknown_implementation_names_those_there_are(name: Any) -> None:
     available = "'cudnn', 'pallas_tpu', 'pallas_triton', 'xla', or None for the best one."
-    fails(f"implementation 'tirton' is unknown; available: {available}", "tirton")
+    fails(f"implementation {name!r} is unknown; available: {available}", name)
 
 
 @pytest.mark.parametrize(("names", "text"), [([], ""), (["a"], "a"), (["a", "b"], "a and b"), ("abc", "a, b and c")])

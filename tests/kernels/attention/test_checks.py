@@ -207,7 +207,9 @@ def test_one_offset_or_one_a_row(offset: Any) -> None:
     assert read(q_offset=offset)[1].q_offset.tolist() == [7, 7]
 
 
-@pytest.mark.parametrize(("offset", "want"), [(2**40, 2**29), (-(2**40), -(2**29))])
+@pytest.mark.parametrize(
+    ("offset", "want"), [(2**40, 2**29), (-(2**40), -(2**29)), (2**70, 2**29), (-(2**70), -(2**29))]
+)
 def test_an_offset_beyond_all_keys_stays_there(offset: int, want: int) -> None:
     assert read(q_offset=offset)[1].q_offset.tolist() == [want, want]
 
