@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
+import numpy as np
 
 from .backends import Backend, supporting, training_refusal
 from .call import Operands, Spec, Tiles
@@ -84,7 +85,8 @@ def _read(q: Any, k: Any, v: Any, return_lse: Any = False, **call: Any) -> tuple
     tiles = {name: call.pop(name) for name in Tiles.__dataclass_fields__ if name in call}
     arrays, statics = {"q": q, "k": k, "v": v}, {"tiles": read_tiles(**tiles)}
     for name, value in call.items():
-        is_array = any(hasattr(leaf, "shape") for leaf in jax.tree.leaves(value))
+        # NumPy's scalars have a shape as well, and may be what is fixed when a call is traced.
+        is_array = any(hasattr(leaf, "shape") and not isinstance(leaf, np.generic) for leaf in jax.tree.leaves(value))
         (arrays if is_array else statics)[name] = value
     specs: list[Spec] = []
 

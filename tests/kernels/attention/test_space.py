@@ -105,6 +105,13 @@ def test_all_arguments_of_a_call_are_taken() -> None:
     assert space(100, 100, **everything) == space(100, 100)
 
 
+def test_numbers_of_numpy_fix_a_call_as_those_of_python_do() -> None:
+    assert space(300, 300, causal=np.True_, window=(np.int32(8), None), softcap=np.float32(30)) == space(
+        300, 300, causal=True
+    )
+    assert "cudnn" in implementations(on_h200(scale=np.float32(0.5)))
+
+
 def test_arrays_that_do_not_fit_are_an_error_before_any_candidate() -> None:
     with pytest.raises(ValueError, match="must be a multiple"):
         flash_attention_space(struct(64, heads=3), struct(64), struct(64))
