@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .call import Array, Operands, Spec, scale_of
-from .checks import read_call
+from .checks import read_call, read_flag
 from .visible import sees_by_position
 
 
@@ -36,7 +36,7 @@ def reference_attention(q: Array, k: Array, v: Array, **call: Any) -> Array | tu
         >>> reference_attention(q, q[:, :, :1], v, causal=True)[0, :, 0, 0].tolist()
         [0.0, 0.5, 1.0, 1.5]
     """
-    return_lse = call.pop("return_lse", False)
+    return_lse = read_flag("return_lse", call.pop("return_lse", False))
     spec, operands = read_call(q, k, v, **call)
     out, lse = attention(spec, operands)
     return (out, lse) if return_lse else out

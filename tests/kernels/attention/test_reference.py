@@ -173,6 +173,12 @@ def test_no_keys_give_zeros() -> None:
     assert np.array_equal(lse, np.full((1, 3, 2), -np.inf))
 
 
+def test_return_lse_is_a_flag_as_it_is_elsewhere() -> None:
+    q = jnp.ones((1, 3, 2, 8))
+    with pytest.raises(TypeError, match="return_lse must be True or False, got 1"):
+        reference_attention(q, q, q, return_lse=1)
+
+
 def test_large_logits_do_not_overflow(oracle: Any) -> None:
     q, k, v = oracle.inputs(oracle.Shape(9, 9))
     out = reference_attention(q * 300, k * 300, v)
