@@ -79,7 +79,7 @@ def flash_attention(
         softcap: bound on the scores, a positive number, by tanh as in Gemma 2 (arXiv:2408.00118).
         sinks: one logit a head, `[heads]`: a key without value that each query sees besides its keys.
         return_lse: also return the natural logarithm of each row's sum of exponentials of scores (sinks
-            included), to join partial results with `merge_attention`.
+            included), to join partial results with `merge_attention`, which says how to join sinks.
         deterministic: ask for a backward pass that repeats bit for bit.
         implementation: the backend, "cudnn", "pallas_tpu", "pallas_triton" or "xla"; if None, the one that is
             known or expected to be the fastest of those that can do what is asked on this device. A call that

@@ -13,6 +13,9 @@ def merge_attention(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> t
     Differentiable in both modes, to any order. The order of the two does not matter, and a third set can be
     merged with the result (the sums are those of the online softmax, arXiv:1805.02867).
 
+    Sinks count once: give them to no part, as each would count them, and a part without keys none. Merge them last
+    instead, as a set of their own: output zeros, log-sum-exp `jnp.broadcast_to(sinks, lse.shape)`.
+
     Args:
         out_a: output over the first set, `[..., Dv]`, such as `flash_attention` returns.
         lse_a: its log-sum-exp, `[...]`, as `flash_attention(..., return_lse=True)` returns it. A row that
@@ -46,8 +49,8 @@ def merge_attention(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> t
     shift = jnp.where(empty, 0, highest)
     weight_a, weight_b = _weight(lse_a, shift), _weight(lse_b, shift)
     total = jnp.where(empty, 1, weight_a + weight_b)
-    out = out_a.astype(jnp.float32) * (weight_a / total)[..., None]
-    out += out_b.astype(jnp.float32) * (weight_b / total)[..., None]
+    out = _of_seen_rows(out_a, lse_a) * (weight_a / total)[..., None]
+    out += _of_seen_rows(out_b, lse_b) * (weight_b / total)[..., None]
     return out.astype(out_a.dtype), jnp.where(empty, -jnp.inf, jnp.log(total) + shift)
 
 
@@ -55,6 +58,11 @@ def _weight(lse: Array, shift: Array) -> Array:
     # The inner where keeps -inf out of the exponential's gradient.
     empty = lse == -jnp.inf
     return jnp.where(empty, 0, jnp.exp(jnp.where(empty, 0, lse - shift)))
+
+
+def _of_seen_rows(out: Array, lse: Array) -> Array:
+    # Attention of others may leave NaN in rows without keys, which a weight of zero would not stop.
+    return jnp.where((lse == -jnp.inf)[..., None], 0, out.astype(jnp.float32))
 
 
 def _check(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> None:

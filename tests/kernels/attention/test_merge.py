@@ -157,3 +157,21 @@ def test_a_backend_in_parts(oracle: Any, qkv: Any) -> None:
     whole = functools.partial(reference_attention, return_lse=True)
     got, want = (oracle.jit(functools.partial(with_gradients, function))(*qkv) for function in (parts, whole))
     assert_close(got, want)
+
+
+def test_sinks_are_merged_last_as_a_set_of_their_own(qkv: Any) -> None:
+    sinks = jnp.array([0.5, -1.0, 2.0, 0.0])
+    out, lse = in_parts(reference_attention, PARTS["two"], *qkv)
+    got = merge_attention(out, lse, jnp.zeros_like(out), jnp.broadcast_to(sinks, lse.shape))
+    assert_close(got, reference_attention(*qkv, sinks=sinks, return_lse=True))
+
+
+def test_what_lies_in_rows_without_keys_counts_for_nothing() -> None:
+    lse = jnp.array([0.5, -jnp.inf])
+    out, junk = jnp.ones((2, 3)), jnp.array([[2.0] * 3, [jnp.nan] * 3])
+
+    def number(junk: Any, lse: Any) -> Any:
+        return merge_attention(out, jnp.zeros(2), junk, lse)[0].sum()
+
+    clean = jnp.nan_to_num(junk)
+    assert_close(jax.value_and_grad(number, (0, 1))(junk, lse), jax.value_and_grad(number, (0, 1))(clean, lse))
