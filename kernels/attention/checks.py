@@ -15,6 +15,8 @@ _DTYPES = ("float32", "bfloat16", "float16")
 _LARGEST_HEAD_DIM = 256
 # Positions, windows and their sums must fit int32 with room to spare; past this there is no difference.
 _FAR = 2**29
+# A cap this far off changes no score, and scores divided by it come close to what float32 flushes to zero.
+_NO_SOFTCAP = 1e30
 _LARGEST_FLOAT, _SMALLEST_FLOAT = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
 
 
@@ -150,7 +152,7 @@ def _read_softcap(softcap: Any) -> float | None:
             f"softcap must be a positive number or None, got {show(softcap)}; None leaves it out, and under jit "
             f"it must be static."
         )
-    return float(softcap)
+    return float(softcap) if softcap < _NO_SOFTCAP else None
 
 
 def _read_window(window: Any) -> tuple[int | None, int | None]:

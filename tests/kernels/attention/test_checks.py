@@ -229,6 +229,12 @@ def test_causal_and_window_together(causal: bool, window: Any, left: int | None,
     assert (spec.left, spec.right) == (left, right)
 
 
+@pytest.mark.parametrize("softcap", [10**31, float(np.finfo(np.float32).max)])
+def test_a_cap_beyond_all_scores_is_none(softcap: float) -> None:
+    assert read(softcap=softcap)[0].softcap is None
+    assert read(softcap=1e29)[0].softcap == 1e29
+
+
 @pytest.mark.parametrize("shape", [(), (200,), (300, 1), (4, 1, 200), (2, 1, 300, 200), (2, 4, 300, 200)])
 def test_masks_and_biases_get_four_axes(shape: tuple[int, ...]) -> None:
     operands = read(mask=np.ones(shape, bool), bias=jnp.ones(shape, jnp.bfloat16))[1]
