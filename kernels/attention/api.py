@@ -74,7 +74,9 @@ def flash_attention(
         kv_lengths: integers `[batch]`; keys from there on are padding and are seen by none.
         mask: booleans that broadcast to `[batch, heads, Tq, Tk]`, True where a query may see a key.
         bias: added to the scores; floating point, broadcasts to `[batch, heads, Tq, Tk]`. -inf is a mask. Its
-            gradient is summed in float32 over the axes along which it is broadcast.
+            gradient is summed in float32 over the axes along which it is broadcast. Mask by booleans or -inf
+            rather than by huge numbers: gradients of a row all of whose scores lie near -1e5 or beyond lose
+            digits, as its log-sum-exp does.
         scale: factor on the scores, 1/sqrt(D) if None; a number, or a scalar array, which has a gradient.
         softcap: bound on the scores, a positive number, by tanh as in Gemma 2 (arXiv:2408.00118).
         sinks: one logit a head, `[heads]`: a key without value that each query sees besides its keys.
