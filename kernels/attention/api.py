@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from .backends import choose
-from .call import Array, Operands
+from .call import Array
 from .checks import read_call, read_flag, read_tiles
 from .choice import Choice
 
@@ -163,9 +163,5 @@ def flash_attention(
     return (out, lse) if return_lse else out
 
 
-def _attend_traced(choice: Choice, operands: Operands) -> tuple[Array, Array | None]:
-    return choice.attend(operands)
-
-
 # Eager calls would otherwise trace a backend each time.
-_attend = jax.jit(_attend_traced, static_argnums=0)
+_attend = jax.jit(Choice.attend, static_argnums=0)

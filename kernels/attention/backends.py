@@ -16,6 +16,7 @@ from .call import Operands, Spec
 from .choice import Attend, Choice, Route
 from .device import Device, find_device
 from .features import asked
+from .resources import WALKS
 from .tables import rank_backends, settle_tiles
 
 Limits = Callable[[Spec, Operands, Device], "str | None"]
@@ -89,9 +90,7 @@ def _cudnn_backward_limits(spec: Spec, operands: Operands, device: Device) -> st
 # The most blocks along the second and third axis of a launch.
 _CUDA_GRID = 65535
 _FORWARD_TILES = ("block_q", "block_k")
-_TRITON_TILES = tuple(
-    f"{name}{walk}" for walk in ("", "_dkv", "_dq") for name in ("block_q", "block_k", "num_warps", "num_stages")
-)
+_TRITON_TILES = tuple(f"{name}{walk}" for walk in WALKS for name in ("block_q", "block_k", "num_warps", "num_stages"))
 
 # Where no table says which is the fastest, the first that can do a call answers it.
 BACKENDS = (

@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 
 from ..call import Array, Operands, Saved, Spec, gradient_dtype
+from ..resources import power_of_two
 from ..visible import Index
 from .launch import for_device, launch, like
 from .parts import (
@@ -36,7 +37,7 @@ from .parts import (
     store_rows,
 )
 from .programs import key_block, query_block
-from .tiles import keys_launch, padded, queries_launch
+from .tiles import keys_launch, queries_launch
 from .walks import Ranges, Walk, key_ranges, query_ranges, walk_keys, walk_queries
 
 # Smaller than any gradient of a score that matters.
@@ -55,7 +56,7 @@ class Sum(NamedTuple):
     @classmethod
     def zero(cls, rows: int, depth: int, dtype: Any = None) -> Sum:
         """Nothing added yet; `dtype` is that of factors which hold gradients of scores."""
-        acc = jnp.zeros((rows, padded(depth)), jnp.float32)
+        acc = jnp.zeros((rows, power_of_two(depth)), jnp.float32)
         return cls(acc, jnp.full((rows,), _TINY, jnp.float32) if dtype == jnp.float16 else None)
 
     def add(self, left: Array, right: Array) -> Sum:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..call import Array, Operands, Spec
+from ..resources import power_of_two
 from ..visible import Index
 from .launch import for_device, launch, like
 from .parts import (
@@ -29,7 +30,7 @@ from .parts import (
     store_vector,
 )
 from .programs import query_block
-from .tiles import forward_launch, padded
+from .tiles import forward_launch
 from .walks import Ranges, Walk, key_ranges, walk_keys
 
 
@@ -59,7 +60,7 @@ def _flash_attention_forward(plan: Plan, refs: Operands, ranges: Ranges | None, 
     q = load_rows(refs.q, batch, rows, head, rows < here.q_length)
     walk = walk_keys(plan, refs, ranges, here, index)
     state = _State(
-        acc=jnp.zeros((plan.launch.block_q, padded(plan.v_depth)), jnp.float32),
+        acc=jnp.zeros((plan.launch.block_q, power_of_two(plan.v_depth)), jnp.float32),
         top=jnp.full((plan.launch.block_q,), -jnp.inf, jnp.float32),
         total=jnp.zeros((plan.launch.block_q,), jnp.float32),
     )

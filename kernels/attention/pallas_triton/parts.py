@@ -18,8 +18,9 @@ from jax import lax
 from jax.experimental.pallas import triton as plgpu
 
 from ..call import Array, Operands, Spec
+from ..resources import power_of_two
 from ..visible import Index, sees_by_position
-from .tiles import Launch, padded
+from .tiles import Launch
 
 LOG2_E = math.log2(math.e)
 
@@ -131,9 +132,9 @@ def load_rows(
 ) -> Array:
     """Rows of `[batch, time, heads, depth]`, the depth padded with zeros, and zero where not `within`."""
     depth = ref.shape[3]
-    columns = jnp.arange(padded(depth), dtype=jnp.int32) if columns is None else columns
+    columns = jnp.arange(power_of_two(depth), dtype=jnp.int32) if columns is None else columns
     wanted = None if within is None else within[:, None]
-    if depth != padded(depth):
+    if depth != power_of_two(depth):
         inside = (columns < depth)[None, :]
         wanted = inside if wanted is None else wanted & inside
     source = ref.at[batch, rows[:, None], head, columns[None, :]]
@@ -142,7 +143,7 @@ def load_rows(
 
 def load_parts(ref: Any, batch: Index, rows: Array, head: Index, within: Array | None = None) -> list[Array]:
     """What `load_rows` loads, for `dot_of_parts`: float32 in parts of few columns, else as one."""
-    depth = padded(ref.shape[3])
+    depth = power_of_two(ref.shape[3])
     size = min(depth, 32) if ref.dtype == jnp.float32 else depth
     return [load_rows(ref, batch, rows, head, within, span(np.int32(n), size)) for n in range(depth // size)]
 
@@ -150,7 +151,7 @@ def load_parts(ref: Any, batch: Index, rows: Array, head: Index, within: Array |
 def store_rows(ref: Any, batch: Index, rows: Array, head: Index, values: Array) -> None:
     """The inverse of `load_rows`; what lies past the end of the array is dropped."""
     depth = ref.shape[3]
-    columns = jnp.arange(padded(depth), dtype=jnp.int32)[None, :]
+    columns = jnp.arange(power_of_two(depth), dtype=jnp.int32)[None, :]
     wanted = (rows < ref.shape[1])[:, None] & (columns < depth)
     plgpu.store(ref.at[batch, rows[:, None], head, columns], values.astype(ref.dtype), mask=wanted)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..call import Operands, Tiles
+from ..resources import power_of_two
 
 _SMALLEST = 16
 _WARPS, _STAGES = 4, 3
@@ -43,13 +44,8 @@ def queries_launch(tiles: Tiles, operands: Operands) -> Launch:
     return _settle(tiles, "_dq", _defaults(_QUERIES, operands), operands)
 
 
-def padded(depth: int) -> int:
-    """The size of a head in a tile: a power of two that a product can take."""
-    return max(_SMALLEST, 1 << (depth - 1).bit_length())
-
-
 def _defaults(table: dict[int, Launch], operands: Operands) -> Launch:
-    depth = max(padded(operands.q.shape[3]), padded(operands.v.shape[3]))
+    depth = max(power_of_two(operands.q.shape[3]), power_of_two(operands.v.shape[3]))
     if operands.q.dtype == "float32":
         table = _FLOAT32
     launch = table[max(64, depth)]
@@ -71,8 +67,8 @@ def _settle(tiles: Tiles, walk: str, default: Launch, operands: Operands) -> Lau
         default = Launch(default.block_q, default.block_k, _WARPS, _STAGES)
     chosen = {name: given.get(name, getattr(default, name)) for name in names}
     # Tiles longer than the array would only hold more padding.
-    chosen["block_q"] = min(chosen["block_q"], padded(operands.q.shape[1]))
-    chosen["block_k"] = min(chosen["block_k"], padded(operands.k.shape[1]))
+    chosen["block_q"] = min(chosen["block_q"], power_of_two(operands.q.shape[1]))
+    chosen["block_k"] = min(chosen["block_k"], power_of_two(operands.k.shape[1]))
     return Launch(**chosen)
 
 
