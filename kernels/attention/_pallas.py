@@ -1,4 +1,4 @@
-"""What the Pallas backends share: where a kernel is compiled, and where it is interpreted."""
+"""What the Pallas backends share: where a kernel is compiled or interpreted, and the types of its outputs."""
 
 from __future__ import annotations
 
@@ -21,3 +21,8 @@ def run(make_call: Callable[[bool], Callable[..., Any]], *operands: Any, platfor
         return make_call(False)(*operands)
     # What the program is compiled for is known only then: it may be exported to a device that is not here.
     return lax.platform_dependent(*operands, cpu=make_call(True), default=make_call(False))
+
+
+def like(inputs: Any, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    """The type of an output; inside shard_map it varies over the axes of a mesh that `inputs.q` varies over."""
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(inputs.q).manual_axis_type)

@@ -11,13 +11,13 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from .._pallas import run
+from .._pallas import like, run
 from ..call import Array, Gradients, Operands, Saved, Spec, gradient_dtype
 from .layout import Inputs, heads_last, lay_out
 from .plan import Plan, plan_dkv, plan_dq
 from .ranges import Scalars, key_ranges, query_ranges
 from .tile import below_cap, load_keys, product, score, score_gradient, visible_pairs, visit_tile
-from .walk import Place, by_key, by_query, call, key_spec, like, line, query_spec
+from .walk import Place, by_key, by_query, call, key_spec, line, query_spec
 
 
 def backward(spec: Spec, operands: Operands, saved: Saved) -> Gradients:

@@ -11,13 +11,13 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from .._pallas import run
+from .._pallas import like, run
 from ..call import Array, Operands, Saved, Spec
 from .layout import Inputs, lay_out
 from .plan import Plan, plan_dq
 from .ranges import Scalars, key_ranges
 from .tile import score, score_gradient, visible_pairs, visit_tile
-from .walk import Place, call, like, line, pair_spec
+from .walk import Place, call, line, pair_spec
 
 
 def bias_gradient(spec: Spec, operands: Operands, saved: Saved) -> Array:

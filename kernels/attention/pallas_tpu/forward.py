@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from .._pallas import run
+from .._pallas import like, run
 from ..call import Array, Operands, Spec
 from .layout import Inputs, heads_last, lay_out
 from .plan import Plan, plan_forward
 from .ranges import Scalars, key_ranges
 from .tile import load_keys, product, score, visible_pairs, visit_tile
-from .walk import Index, Place, by_query, call, like, line, query_spec
+from .walk import Index, Place, by_query, call, line, query_spec
 
 
 class _State(NamedTuple):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -102,11 +101,6 @@ def input_specs(plan: Plan, inputs: Inputs, locate: Locate) -> Inputs:
     if inputs.dout is not None:
         specs["dout"] = query_spec(plan, inputs.dout.shape[3], locate)
     return Inputs(**specs)
-
-
-def like(inputs: Inputs, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    """The type of an output; inside shard_map it varies over a mesh as the inputs do."""
-    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(inputs.q).manual_axis_type)
 
 
 def call(

@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .._pallas import like
 from ..call import Array, Operands, Saved, Spec, gradient_dtype
 from ..resources import power_of_two
 from ..visible import Index
-from .launch import for_device, launch, like
+from .launch import for_device, launch
 from .parts import (
     Place,
     Plan,

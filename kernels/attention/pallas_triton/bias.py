@@ -11,10 +11,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from .._pallas import like
 from ..call import Array, Operands, Saved, Spec
 from ..visible import Index
 from .backward import score_gradients
-from .launch import for_device, launch, like
+from .launch import for_device, launch
 from .parts import Place, Plan, Tile, dot, load_rows, load_vector, place, seen, span
 from .programs import split
 from .tiles import queries_launch

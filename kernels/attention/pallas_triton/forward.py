@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
+from .._pallas import like
 from ..call import Array, Operands, Spec
 from ..resources import power_of_two
 from ..visible import Index
-from .launch import for_device, launch, like
+from .launch import for_device, launch
 from .parts import (
     Place,
     Plan,

@@ -7,7 +7,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
@@ -33,11 +32,6 @@ def launch(kernel: Callable[..., None], plan: Plan, programs: int, out_shape: An
         )
 
     return run(make_call, *inputs, platform="gpu")
-
-
-def like(operands: Operands, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    """An output that varies over the mesh axes of a shard_map as the operands do."""
-    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(operands.q).manual_axis_type)
 
 
 def for_device(operands: Operands) -> Operands:
